@@ -1,14 +1,20 @@
-"""A recipe whose estimated peak exceeds the memory of a known GPU is warned of, with what fits."""
+"""A recipe whose estimated peak exceeds the memory of a known GPU is warned of, with the nearest changes that fit."""
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
-from titan_moe.config import load_recipe
+from titan_moe.config import Recipe, check_rules, load_recipe
+from titan_moe.config.arena import experts_of
 from titan_moe.plan.check_report import describe
+from titan_moe.plan.fit import CHANGES
 from titan_moe.plan.hardware import gpus_here
+from titan_moe.plan.memory import shared_bytes_per_rank
+from titan_moe.plan.peak import peak_bytes_per_rank
 
+MIXTRAL = Path(__file__).parents[2] / "recipes" / "mixtral_8x7b.toml"
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
 
 
@@ -24,9 +30,9 @@ def test_peak_is_compared_with_the_gpus_here(monkeypatch: pytest.MonkeyPatch) ->
     assert warnings_of(monkeypatch, ["Some GPU"]) == [], "its memory is not known"
     gpus = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "Some GPU"]
     (warning,) = warnings_of(monkeypatch, gpus, "--compile.cudagraph=off")
-    assert "GiB exceed the 79 GiB of NVIDIA H100 80GB HBM3; with " in warning
-    assert 'memory.recompute = "experts" 77' in warning and 'memory.recompute = "block" ' in warning
-    assert "micro_batch_sequences" not in warning, "half of 4 sequences is still too much"
+    assert "GiB exceed the 79 GiB of NVIDIA H100 80GB HBM3; memory.recompute" in warning
+    assert '; memory.recompute = "experts" fits: 77.1 GiB; or train.micro_batch_sequences = 1 fits: ' in warning
+    assert "micro_batch_sequences = 2" not in warning, "half of 4 sequences is still too much"
 
 
 def test_the_peak_that_exceeds_is_the_one_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +46,13 @@ def test_the_peak_that_exceeds_is_the_one_of_the_report(monkeypatch: pytest.Monk
 
 def test_peak_is_compared_with_measured_gpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = warnings_of(monkeypatch, [], "--parallel.ep=4", "--compile.cudagraph=off", num_ranks=4)
-    assert "exceed the 139 GiB of NVIDIA H200" in warning and "train.micro_batch_sequences = 2 13" in warning
+    assert "exceed the 139 GiB of NVIDIA H200" in warning and "train.micro_batch_sequences = 2 fits: 13" in warning
     assert "precision.moments" not in warning, "moments in int8 alone do not fit"
 
 
 def test_a_launched_step_may_fit_where_a_graph_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = warnings_of(monkeypatch, [], "--parallel.ep=4", "--model.num_layers=38", num_ranks=4)
-    assert 'with compile.cudagraph = "off" 13' in warning
+    assert 'compile.cudagraph = "off" fits: 13' in warning
     report = describe(load_recipe(QWEN3), 8)
     assert re.search(r"at the peak of a step, [2-4]\.\d+ GiB more than without a CUDA graph", report)
     launched = describe(load_recipe(QWEN3, ["--compile.cudagraph=off"]), 8)
@@ -61,7 +67,7 @@ def test_an_arena_of_one_layer_has_room_for_all_factors() -> None:
 def test_peak_is_compared_with_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_moe.plan.check_report.gpus_here", lambda: ["NVIDIA H200"])
     recipe = load_recipe(QWEN3)
-    assert "GiB exceed the 79 GiB of H100; with " in describe(recipe, 8, "H100")
+    assert "GiB exceed the 79 GiB of H100; " in describe(recipe, 8, "H100")
     assert "GiB fit the 139 GiB of h200" in describe(recipe, 8, "h200")
     on_cpus = load_recipe(QWEN3.with_name("quickstart.toml"))
     assert 'not compared with H100: run.device = "cpu"' in describe(on_cpus, 1, "H100")
@@ -72,12 +78,96 @@ def test_ranks_of_a_gpu_need_memory_together(monkeypatch: pytest.MonkeyPatch) ->
     shared = ("--run.ranks_per_gpu=2", *alltoall)
     one = warnings_of(monkeypatch, ["NVIDIA H200"], *alltoall, "--train.micro_batch_sequences=2")
     (two,) = warnings_of(monkeypatch, ["NVIDIA H200"], *shared, "--train.micro_batch_sequences=2")
-    assert one == [] and "run.ranks_per_gpu = 1 " in two
+    assert one == [] and "run.ranks_per_gpu = 1 fits" in two
 
 
-def test_a_recipe_that_no_single_change_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_hand(file: Path, num_ranks: int, limit_gib: float) -> list[tuple[int, int, list[str], float]]:
+    """All sets of up to three changes of the table that fit, as overrides, from fresh recipes: how many fields, their
+    costs, and the peak that the report of the changed recipe has."""
+    recipe, fitting = load_recipe(file), []
+    options = []
+    for key, values in CHANGES.items():
+        section, field = key.split(".")
+        options.append([(key, *one) for one in values(getattr(getattr(recipe, section), field))])
+    for number in (1, 2, 3):
+        for keys in itertools.combinations(options, number):
+            for chosen in itertools.product(*keys):  # one value of each
+                overrides = [f"--{key}={str(value).lower()}" for key, value, _ in chosen]
+                changed = load_recipe(file, overrides)
+                if check_rules(changed, num_ranks) or (gib := peak_of(changed, num_ranks)) > limit_gib:
+                    continue
+                fitting.append((number, sum(cost for _, _, cost in chosen), overrides, gib))
+        if fitting:
+            break
+    return sorted(fitting)
+
+
+def peak_of(recipe: Recipe, num_ranks: int) -> float:
+    peak = peak_bytes_per_rank(recipe, num_ranks, 1.125, experts_of(recipe)) + shared_bytes_per_rank(recipe)
+    return peak / 2**30
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "expected"),
+    [
+        (16, "parallel.accumulate_unsharded = false fits: 64.5 GiB"),
+        (8, 'parallel.accumulate_unsharded = false and memory.recompute = "block" fit: 74.5 GiB'),
+    ],
+)
+def test_nearest_changes_that_fit_are_found(num_ranks: int, expected: str) -> None:
+    """Mixtral on H100s, beside a search of all sets of changes."""
+    report = describe(load_recipe(MIXTRAL), num_ranks, "H100")
+    (ways,) = re.findall(r"WARNING: 1\d\d GiB exceed the 79 GiB of H100; (.*)", report)
+    number, cost, overrides, gib = by_hand(MIXTRAL, num_ranks, 79)[0]
+    assert ways.split("; or ")[0] == expected
+    assert in_overrides(expected) == overrides and f": {gib:.3g} GiB" in expected and len(overrides) == number
+    for way in ways.split("; or "):
+        changed = load_recipe(MIXTRAL, in_overrides(way))
+        assert check_rules(changed, num_ranks) == []
+        assert f"{peak_of(changed, num_ranks):.3g} GiB fit the 79 GiB of H100" in describe(changed, num_ranks, "H100")
+
+
+def in_overrides(way: str) -> list[str]:
+    """What is to be typed for a printed way out."""
+    return [f"--{key}={value}" for key, value in re.findall(r'([a-z_.]+) = "?([a-z0-9_]+)', way)]
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_changes_are_fields_and_cost_more_the_less_is_needed(text: str) -> None:
+    section, field = text.split(".")
+    value = getattr(getattr(Recipe(), section), field)
+    costs = [cost for _, cost in CHANGES[text](value)]
+    assert costs == sorted(costs) and value not in [changed for changed, _ in CHANGES[text](value)]
+
+
+def test_changes_that_need_each_other_are_found_together() -> None:
+    """Moments in 8 bits break a rule without the optimizer that has them."""
+    overrides = ["--model.num_layers=30", "--memory.recompute=block", "--parallel.accumulate_unsharded=false"]
+    recipe = load_recipe(MIXTRAL, [*overrides, "--optim.kind=adamw", "--precision.moments=master"])
+    assert check_rules(recipe, 8) == []
+    expected = 'optim.kind = "fused_adamw" and precision.moments = "bf16" fit: '
+    assert f"GiB of H100; {expected}" in describe(recipe, 8, "H100")
+
+
+def test_a_recipe_that_fits_gets_no_advice() -> None:
+    report = describe(load_recipe(MIXTRAL), 8, "H200")
+    assert "WARNING" not in report and " fits: " not in report and "117 GiB fit the 139 GiB of H200" in report
+
+
+def test_a_recipe_that_nothing_fits_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = warnings_of(monkeypatch, ["NVIDIA A100-SXM4-40GB"])
-    assert warning.endswith("no single change fits: take more ranks, or fewer layers")
+    nearest, gib = re.search(r"; no changes fit; the nearest, (.*), need (\S+) GiB; ", warning).groups()
+    assert 'precision.moments = "int8"' in nearest and 'memory.recompute = "block"' in nearest
+    changed = load_recipe(QWEN3, in_overrides(nearest))
+    assert check_rules(changed, 8) == [] and gib == f"{peak_of(changed, 8):.3g}" and float(gib) > 39
+    number, fitting = re.findall(r"; (\d+) ranks with them fit: (\S+) GiB$", warning)[0]
+    assert fitting == f"{peak_of(changed, int(number)):.3g}" and check_rules(changed, int(number)) == []
+    assert peak_of(changed, int(number) // 2) > 39
+
+
+def test_a_recipe_of_any_size_is_told_what_to_do() -> None:
+    report = describe(load_recipe(MIXTRAL, ["--model.num_layers=800"]), 8, "H100")
+    assert "GiB; take fewer layers, or another layout on more ranks" in report
 
 
 def test_gpus_here_are_those_of_the_driver(tmp_path: Path) -> None:

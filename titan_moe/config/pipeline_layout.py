@@ -6,6 +6,7 @@ it. Commas and spaces are ignored.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 LETTERS = "EtmL|"
@@ -21,6 +22,7 @@ class Letter(NamedTuple):
     position: int  # from 1
 
 
+@lru_cache(maxsize=64)
 def parse_layout(layout: str, num_layers: int, num_stages: int) -> tuple[tuple[str, ...], ...]:
     """Return the names of the modules of each stage, as models/part.py takes them; an empty stage has none.
 

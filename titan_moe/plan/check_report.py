@@ -41,7 +41,7 @@ BALANCED_FACTOR = 1.125
 def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
     """Describe a recipe that passed its rules. Its peak of memory is compared with that of `gpu`, a known one; by
     default with the GPUs of this machine, or else with the measured ones."""
-    clones = _clones(recipe, world_size)
+    as_given, clones = recipe, _clones(recipe, world_size)
     recipe = resolve_clones(recipe, world_size)
     seq_len_tokens = recipe.train.seq_len_tokens
     gflop = training_flops_per_token(recipe.model, seq_len_tokens) / 1e9
@@ -56,7 +56,8 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         ("step", _step(recipe, world_size)),
         *_pipeline_rows(recipe, world_size),
         ("memory", _memory(recipe, world_size)),
-        *_peak_rows(recipe, world_size, gpu),
+        *_peak_itself(recipe, world_size),
+        *_fit_rows(as_given, world_size, gpu),
         *_accumulation_rows(recipe, world_size),
         *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
@@ -207,19 +208,19 @@ def _memory(recipe: Recipe, world_size: int) -> str:
     return f"{gib:.3g} GiB {rank}: {kept};{during_a_step}{among_ranks} activations come on top"
 
 
-def _peak_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[str, str]]:
-    """The peak of a step, what of it lies in the arena of fused experts, and whether it exceeds the memory of a GPU."""
+def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[str, str]]:
+    """Whether the peak exceeds the memory of a GPU, and with what changes it does not."""
     if recipe.run.device == "cpu":
         return [("peak", f'not compared with {gpu}: run.device = "cpu"')] if gpu else []
 
-    def need(changed: Recipe) -> float:
+    def need(changed: Recipe, num_ranks: int) -> float:
         """GiB of the peak, of all ranks on a GPU."""
-        return changed.run.ranks_per_gpu * _peak_gib(changed, world_size)
+        return changed.run.ranks_per_gpu * _peak_gib(resolve_clones(changed, num_ranks), num_ranks)
 
     lines = list(warn_of_excess(recipe, world_size, need, [gpu] if gpu else gpus_here() or measured_devices()))
     if not lines and gpu and (hardware := find_hardware(gpu)):
-        lines = [f"{need(recipe):.3g} GiB fit the {hardware.memory_gib:g} GiB of {gpu}"]
-    return [*_peak_itself(recipe, world_size), *(("", line) for line in lines)]
+        lines = [f"{need(recipe, world_size):.3g} GiB fit the {hardware.memory_gib:g} GiB of {gpu}"]
+    return [("", line) for line in lines]
 
 
 def _peak_gib(recipe: Recipe, world_size: int) -> float:
@@ -230,6 +231,9 @@ def _peak_gib(recipe: Recipe, world_size: int) -> float:
 
 
 def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    """The peak of a step, and what of it lies in the arena of fused experts."""
+    if recipe.run.device == "cpu":
+        return []
     experts, factor = experts_of(recipe), recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
     gib = _peak_gib(recipe, world_size)
     peak = f"about {gib:.3g} GiB at the peak of a step"

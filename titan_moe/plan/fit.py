@@ -1,47 +1,223 @@
-"""Whether the estimated peak of a recipe fits the memory of a GPU, and single changes that make it fit."""
+"""Whether the estimated peak of a recipe fits the memory of a GPU, and the nearest changes with which it does.
 
-from collections.abc import Callable, Iterator
+The changes are found by trying: one field, then two, then three, those that cost least first. Each passes all rules, so
+a way out that is printed can be taken.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import cached_property, reduce
+from itertools import combinations
+from typing import Any, NamedTuple
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import check_rules
 from titan_moe.config.schema import in_toml
 from titan_moe.plan.hardware import find_hardware
 
-Need = Callable[[Recipe], float]
-"""GiB of a GPU, on the rank that needs most."""
+Need = Callable[[Recipe, int], float]
+"""GiB of a GPU with a number of ranks, on the rank that needs most."""
+Values = Callable[[Any], Iterable[tuple[Any, int]]]
+"""Given the value of a field, those that need less, and what each costs."""
+
+MOST_FIELDS = 3
+MOST_WAYS = 3
+"""The number of ways that are printed."""
+HOPELESS = 1.25
+"""If all changes together need more than so many times the memory, pairs and larger sets are not tried."""
+MORE_RANKS = (2, 4, 8, 16, 32)
+"""The factors that are tried where no change of fields fits."""
+
+
+def _after(**costs: int) -> Values:
+    """Of values in the order of the memory that they need, most first, those after the present one; of any other value
+    none."""
+    names = list(costs)
+    return lambda value: [(name, costs[name]) for name in (names[names.index(value) + 1 :] if value in names else [])]
+
+
+def _set_to(least: Any, cost: int) -> Values:
+    """One value, unless it is the present one."""
+    return lambda value: [] if value == least else [(least, cost)]
+
+
+def _halves(cost: int, least: int) -> Values:
+    """A number halved, once and again, down to `least`; each time costs the same."""
+
+    def values(number: int) -> Iterator[tuple[int, int]]:
+        halvings = 0
+        while number % 2 == 0 and number // 2 >= least:
+            number, halvings = number // 2, halvings + 1
+            yield number, cost * halvings
+
+    return values
+
+
+def _doubled(cost: int) -> Values:
+    """A number of ranks, twice and four times; each doubling costs the same."""
+    return lambda number: [(2 * number, cost), (4 * number, 2 * cost)]
+
+
+CHANGES: dict[str, Values] = {
+    "optim.kind": _after(adamw=0, fused_adamw=1),
+    "parallel.expert_rank_capacity_factor": _set_to("auto", 1),
+    "precision.moments": _after(master=0, fp32=0, bf16=1, int8=2),
+    "perf.loss_chunk_tokens": lambda tokens: [(4096, 1)] if tokens == 0 else _halves(1, least=1024)(tokens),
+    "compile.cudagraph": _after(microbatch=0, step=1, off=2),
+    "parallel.expert_clones": _set_to(0, 5),
+    "parallel.overlap": _after(microbatch=0, none=6),
+    "parallel.accumulate_unsharded": _set_to(False, 7),
+    "parallel.pp_schedule": _after(interleaved_zero_bubble=0, interleaved_1f1b=8),
+    "train.micro_batch_sequences": _halves(9, least=1),
+    "parallel.dp_replicate": _set_to(1, 10),
+    "memory.recompute": _after(none=0, experts=12, block=30),
+    "parallel.ep": _doubled(14),
+    "parallel.cp": _doubled(16),
+    "run.ranks_per_gpu": _set_to(1, 40),
+}
+"""Fields that decide how much memory a step needs. A cost is, roughly, the share of a step's time in percent; of a set
+of changes the sum. Fields that change what is trained, other than the rounding of moments, are left out."""
+
+
+class Change(NamedTuple):
+    """A value for a field."""
+
+    key: str
+    value: Any
+    cost: int
+
+    def __str__(self) -> str:
+        return f"{self.key} = {in_toml(self.value)}"
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """The recipe with this value."""
+        section, field = self.key.split(".")
+        return replace(recipe, **{section: replace(getattr(recipe, section), **{field: self.value})})
+
+
+Changes = tuple[Change, ...]
 
 
 def warn_of_excess(recipe: Recipe, world_size: int, need: Need, devices: list[str]) -> Iterator[str]:
-    """A line for each device that has less memory than the recipe needs, with the changes that fit. Of a device that is
-    not known nothing is said."""
-    needed, by_change = need(recipe), dict[str, float]()
+    """A line for each device that has less memory than the recipe needs, with the nearest changes that fit. Of a device
+    that is not known nothing is said."""
+    needed, search = need(recipe, world_size), _Search(recipe, world_size, need)
     for device in devices:
         hardware = find_hardware(device)
         if hardware is None or needed <= hardware.memory_gib:
             continue
-        if not by_change:
-            allowed = [it for it in _changes(recipe) if not check_rules(it[1], world_size)]
-            by_change = {change: need(changed) for change, changed in allowed}
-        fitting = [f"{change} {gib:.3g}" for change, gib in by_change.items() if gib <= hardware.memory_gib]
-        way_out = (
-            f"with {', '.join(fitting)} GiB" if fitting else "no single change fits: take more ranks, or fewer layers"
-        )
-        yield f"WARNING: {needed:.3g} GiB exceed the {hardware.memory_gib:g} GiB of {device}; {way_out}"
+        excess = f"WARNING: {needed:.3g} GiB exceed the {hardware.memory_gib:g} GiB of {device}"
+        if ways := search.ways(hardware.memory_gib):
+            yield f"{excess}; {'; or '.join(map(search.in_words, ways))}"
+        else:
+            yield f"{excess}; {search.why_none(hardware.memory_gib)}"
 
 
-def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Recipes that need less, by the one field that differs; the cheaper changes first."""
-    t, moments = recipe.train, recipe.precision.moments_dtype
-    values: dict[tuple[str, str], list[Any]] = {
-        ("compile", "cudagraph"): ["off"] if recipe.compile.cudagraph != "off" else [],
-        ("precision", "moments"): ["bf16", "int8"] if moments == "fp32" else ["int8"] if moments == "bf16" else [],
-        ("memory", "recompute"): {"none": ["experts", "block"], "experts": ["block"]}.get(recipe.memory.recompute, []),
-        ("train", "micro_batch_sequences"): [t.micro_batch_sequences // 2] if t.micro_batch_sequences > 1 else [],
-        ("run", "ranks_per_gpu"): [1] if recipe.run.ranks_per_gpu > 1 else [],
-    }
-    for (section, field), choices in values.items():
-        for value in choices:
-            changed = replace(getattr(recipe, section), **{field: value})
-            yield f"{section}.{field} = {in_toml(value)}", replace(recipe, **{section: changed})
+class _Search:
+    """Tries sets of changes of a recipe: those of the fewest fields first, and of these the cheapest. Each is tried
+    once, for all devices."""
+
+    def __init__(self, recipe: Recipe, world_size: int, need: Need) -> None:
+        self.recipe, self.world_size, self.need = recipe, world_size, need
+        self._tried: dict[Changes, float] = {}
+
+    def ways(self, limit_gib: float) -> list[Changes]:
+        """The cheapest sets that fit, of the fewest fields that do; of the same fields only the cheapest values. Beyond
+        `MOST_FIELDS` there is one set, of all that saves."""
+        for number in range(1, MOST_FIELDS + 1):
+            ways = dict[tuple[str, ...], Changes]()
+            for changes in self._sets(number):
+                if len(ways) < MOST_WAYS and self._gib(changes) <= limit_gib:
+                    ways.setdefault(tuple(change.key for change in changes), changes)
+            if ways:
+                return list(ways.values())
+            if self._gib(self._most) > HOPELESS * limit_gib:
+                return []
+        return [self._most] if self._gib(self._most) <= limit_gib else []
+
+    def in_words(self, changes: Changes) -> str:
+        """A set that fits, and what is needed with it."""
+        return f"{_listed(changes)} {'fits' if len(changes) == 1 else 'fit'}: {self._gib(changes):.3g} GiB"
+
+    def why_none(self, limit_gib: float) -> str:
+        """The nearest of the sets that were tried, and what to do where none fits."""
+        nearest = min(self._tried, key=self._tried.__getitem__)
+        words = "no changes fit"
+        if nearest:
+            words += f"; the nearest, {_listed(nearest)}, {'need' if len(nearest) > 1 else 'needs'} "
+            words += f"{self._gib(nearest):.3g} GiB"
+        for number in (factor * self.world_size for factor in MORE_RANKS):
+            for changes in ((), nearest):
+                changed = _apply(changes, self.recipe)
+                if not check_rules(changed, number) and (gib := self.need(changed, number)) <= limit_gib:
+                    return f"{words}; {number:,} ranks {'with them ' if changes else ''}fit: {gib:.3g} GiB"
+        return f"{words}; take fewer layers, or another layout on more ranks"
+
+    def _gib(self, changes: Changes) -> float:
+        """What is needed with these changes; infinite if they break a rule."""
+        if changes not in self._tried:
+            changed = _apply(changes, self.recipe)
+            is_allowed = not changes or not check_rules(changed, self.world_size)
+            self._tried[changes] = self.need(changed, self.world_size) if is_allowed else math.inf
+        return self._tried[changes]
+
+    @cached_property
+    def _singles(self) -> list[Changes]:
+        listed = ((key, value) for key, values in CHANGES.items() for value in values(_get(self.recipe, key)))
+        return [(Change(key, *value),) for key, value in listed]
+
+    @cached_property
+    def _useful(self) -> list[Change]:
+        """The changes that can matter beside others: less is needed with them, alone or beside the change that saves
+        most; or they break a rule alone; or one that breaks a rule alone does not beside them. A peak is the highest of
+        several moments, so a change may lower it only beside another."""
+        before, most = self._gib(()), min(self._singles, key=self._gib, default=())
+        refused = [single[0] for single in self._singles if self._gib(single) == math.inf]
+
+        def is_useful(change: Change) -> bool:
+            if change in refused or self._gib((change,)) < before:
+                return True
+            if change.key != most[0].key and self._gib((*most, change)) < self._gib(most):
+                return True
+            return any(other.key != change.key and self._gib((change, other)) < math.inf for other in refused)
+
+        return [single[0] for single in self._singles if is_useful(single[0])]
+
+    @cached_property
+    def _most(self) -> Changes:
+        """All changes that save more than a hundredth, taken in the order of the table, each at the value that needs
+        least."""
+        taken: Changes = ()
+        for key in dict.fromkeys(change.key for change in self._useful):
+            tries = [(*taken, change) for change in self._useful if change.key == key]
+            taken = min([*tries, taken], key=self._gib)  # an equal one is taken: it may allow others
+        for change in taken:
+            without = tuple(other for other in taken if other != change)
+            taken = without if self._gib(without) <= 1.01 * self._gib(taken) else taken
+        return taken
+
+    def _sets(self, number: int) -> list[Changes]:
+        """All sets of so many fields, the cheapest first; of equal ones those of the earlier fields."""
+        if number == 1:
+            return sorted(self._singles, key=_cost)
+        sets = (s for s in combinations(self._useful, number) if len({change.key for change in s}) == number)
+        return sorted(sets, key=_cost)
+
+
+def _apply(changes: Changes, recipe: Recipe) -> Recipe:
+    return reduce(lambda changed, change: change.apply(changed), changes, recipe)
+
+
+def _cost(changes: Changes) -> int:
+    return sum(change.cost for change in changes)
+
+
+def _listed(changes: Changes) -> str:
+    *others, last = map(str, changes)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _get(recipe: Recipe, key: str) -> Any:
+    section, field = key.split(".")
+    return getattr(getattr(recipe, section), field)

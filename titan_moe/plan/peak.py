@@ -106,6 +106,8 @@ def graph_bytes(part: Part, capacity_factor: float = 1.0, experts: str = "fused"
 def _num_kept(part: Part, experts: str) -> float:
     """How many microbatches have kept their activations. A backward without weight gradients frees them, unless delayed
     ones need them."""
+    if part.num_in_flight == part.num_before_backward:
+        return part.num_in_flight
     experts_free = part.has_arena(experts) or not part.num_delayed
     return part.num_before_backward if experts_free and not _linears_delay(part.recipe) else part.num_in_flight
 

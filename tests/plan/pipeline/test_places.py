@@ -13,7 +13,7 @@ from titan_moe.plan.pipeline.places import arena_places, moe_layers_of
 from titan_moe.plan.pipeline.schedules import actions_of
 
 MODEL = ModelConfig(num_layers=9, num_dense_layers=2, moe=MoEConfig(num_experts=8))
-TRAIN = TrainConfig(global_batch_sequences=48, micro_batch_sequences=2)  # 12 microbatches
+TRAIN = TrainConfig(global_batch_sequences=128, micro_batch_sequences=2)  # 32 microbatches
 LAYOUTS = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
 
 
@@ -28,7 +28,7 @@ def test_places_are_the_most_in_flight(schedule: str, rank: int) -> None:
     run = recipe(schedule)
     layers = moe_layers_of(run, rank)
     in_flight, most, delayed, most_delayed = set(), 0, set(), 0
-    for kind, stage, microbatch in actions_of(schedule, 4, LAYOUTS[schedule], 12)[rank]:
+    for kind, stage, microbatch in actions_of(schedule, 4, LAYOUTS[schedule], 32)[rank]:
         if kind == "forward" and layers[stage]:
             in_flight.add((stage, microbatch))
         if kind in ("backward", "backward_weight"):

@@ -1,17 +1,16 @@
 """The part of a run on each pipeline rank: its layers, and the number of microbatches in flight."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules, why_kept
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.recipe import Recipe
 from titan_moe.plan.count import ParameterCount, count_parameters
-from titan_moe.plan.pipeline.action import Entry
 from titan_moe.plan.pipeline.flops import flops_of_stage
-from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places
-from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places, few_microbatches
+from titan_moe.plan.pipeline.schedules import Measure, measure_rank
 from titan_moe.plan.pipeline.simulation import max_before_backward, max_delayed, max_held, max_messages
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.pipeline.weight_grads import obstacle_of, splits_backward
@@ -118,25 +117,22 @@ def in_flight(recipe: Recipe, world_size: int, rank: int) -> float:
 def delayed(recipe: Recipe, world_size: int, rank: int) -> float:
     """The most microbatches whose weight gradients of routed experts a pipeline rank computes later, in the same
     way."""
+    if not splits_backward(recipe):
+        return 0.0
     experts = (module for module in gemm_modules(recipe.model) if module.part == "experts")
-    delays = splits_backward(recipe) and any(obstacle_of(recipe, module) is None for module in experts)
+    delays = any(obstacle_of(recipe, module) is None for module in experts)
     return _most(recipe, world_size, rank, max_delayed) if delays else 0.0
 
 
 def _num_messages(recipe: Recipe, world_size: int, rank: int) -> int:
     stages = stages_of(recipe)
-    with_layers = [stage for stage in stages_of_rank(rank, recipe.parallel) if _layers(stages[stage])]
-    return max_messages(entries_of(recipe.parallel, _few_microbatches(recipe, world_size))[rank], with_layers)
+    with_layers = {stage: 1.0 for stage in stages_of_rank(rank, recipe.parallel) if _layers(stages[stage])}
+    number = few_microbatches(recipe, world_size)
+    return round(measure_rank(max_messages, recipe.parallel, number, rank, with_layers))
 
 
-def _most(recipe: Recipe, world_size: int, rank: int, most: Callable[[list[Entry], dict[int, float]], float]) -> float:
+def _most(recipe: Recipe, world_size: int, rank: int, most: Measure) -> float:
     p, stages = recipe.parallel, stages_of(recipe)
     sizes = {stage: float(len(_layers(stages[stage]))) for stage in stages_of_rank(rank, p)}
-    entries = entries_of(p, _few_microbatches(recipe, world_size))[rank]
-    return most(entries, sizes) / max(sum(sizes.values()), 1.0)
-
-
-def _few_microbatches(recipe: Recipe, world_size: int) -> int:
-    """The microbatches of a step, or fewer with as many in flight."""
-    number, pp = num_microbatches(recipe, world_size), recipe.parallel.pp
-    return min(number, 4 * pp + number % pp)
+    number = few_microbatches(recipe, world_size)
+    return measure_rank(most, p, number, rank, sizes) / max(sum(sizes.values()), 1.0)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from titan_moe.config.recipe import Recipe, num_microbatches
-from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.plan.pipeline.schedules import measure_rank
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts, splits_backward
@@ -30,11 +30,11 @@ def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int
     most = max(layers.values())
     if p.pp == 1 or not most:
         return ArenaPlaces(1, most)
-    entries = entries_of(p, num_microbatches(recipe, world_size))[rank]
     with_experts = {stage: 1.0 for stage, num_layers in layers.items() if num_layers}
+    of_rank = p, few_microbatches(recipe, world_size), rank, with_experts
     delays = splits_backward(recipe) and obstacle_of_experts(recipe) is None
-    num_delayed = max_delayed(entries, with_experts) if delays else 0
-    return ArenaPlaces(round(max_held(entries, with_experts)), most, round(num_delayed))
+    num_delayed = measure_rank(max_delayed, *of_rank) if delays else 0
+    return ArenaPlaces(round(measure_rank(max_held, *of_rank)), most, round(num_delayed))
 
 
 def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:
@@ -45,3 +45,9 @@ def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:
     moe = {f"layers.{layer}" for layer in range(model.num_layers - model.num_moe_layers, model.num_layers)}
     stages = stages_of(recipe)
     return {stage: len(moe.intersection(stages[stage])) for stage in stages_of_rank(rank, recipe.parallel)}
+
+
+def few_microbatches(recipe: Recipe, world_size: int) -> int:
+    """The microbatches of a step, or fewer with as many in flight."""
+    number, pp = num_microbatches(recipe, world_size), recipe.parallel.pp
+    return min(number, 4 * pp + number % pp)

@@ -10,7 +10,7 @@ messages in the same order, ranks do not deadlock, and a result is received befo
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from titan_moe.config.parallel import ParallelConfig
@@ -19,6 +19,8 @@ from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat
 from titan_moe.plan.pipeline.orders import Unit, order_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
+Measure = Callable[[list[Entry], Mapping[int, float]], float]
+"""Of the list of a rank and the sizes of its stages."""
 DURATION = {"backward": 2}
 """Units of time; all others take 1."""
 
@@ -45,6 +47,30 @@ def entries_of(parallel: ParallelConfig, num_microbatches: int) -> list[list[Ent
     if p.overlap == "microbatch":
         return paired_actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)
     return [list(actions) for actions in _actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)]
+
+
+def measure_rank(
+    measure: Measure,
+    parallel: ParallelConfig,
+    num_microbatches: int,
+    rank: int,
+    sizes: Mapping[int, float],
+) -> float:
+    """Apply a measure to a rank's list and the sizes of its stages. Recipes that differ in other fields share it."""
+    p = parallel
+    pipeline = ParallelConfig(pp=p.pp, vpp=p.vpp, pp_schedule=p.pp_schedule, overlap=p.overlap)
+    return _measure_rank(measure, pipeline, num_microbatches, rank, tuple(sizes.items()))
+
+
+@lru_cache(maxsize=4096)
+def _measure_rank(
+    measure: Measure,
+    parallel: ParallelConfig,
+    num_microbatches: int,
+    rank: int,
+    sizes: tuple[tuple[int, float], ...],
+) -> float:
+    return measure(entries_of(parallel, num_microbatches)[rank], dict(sizes))
 
 
 @lru_cache(maxsize=16)
