@@ -124,6 +124,38 @@ def test_check_says_on_which_nodes_it_takes_the_ranks_to_be(
     assert "ranks       16 on 2 nodes of 8; dispatcher symm_mem" in capsys.readouterr().out
 
 
+def test_check_assumes_nodes_of_8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # restored after `check` has set it
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    many = ["check", QWEN3, "--nproc", "64", "--train.global_batch_sequences=256"]
+    assert cli.main(many) == 0
+    assumed = "64 on 8 nodes of 8, assumed; --nproc-per-node says another; dispatcher symm_mem"
+    assert f"ranks       {assumed}" in capsys.readouterr().out
+    assert cli.main([*many, "--parallel.ep=64"]) == 2, "GPUs share memory inside a node only"
+    refused = capsys.readouterr().err
+    assert "parallel.ep = 64 does not divide the 8 ranks of a node" in refused
+    assert "nodes of 8 are assumed: --nproc 64 --nproc-per-node says another number" in refused
+    assert cli.main([*many, "--parallel.tp=-1"]) == 2 and "are assumed" not in capsys.readouterr().err
+    between = ["--parallel.dispatcher=hierarchical", "--parallel.overlap=none", "--compile.cudagraph=off"]
+    assert cli.main([*many, "--parallel.ep=32", *between]) == 0
+    assert "between nodes of 8 ranks" in capsys.readouterr().out
+    few = ["check", QWEN3, "--nproc", "8"]
+    assert cli.main(few) == 0 and "ranks       8 on one node; dispatcher" in capsys.readouterr().out
+    uneven = ["--train.global_batch_sequences=48", "--parallel.ep=4", "--parallel.dp_replicate=3"]
+    assert (
+        cli.main(["check", QWEN3, "--nproc", "12", *uneven]) == 0
+        and "12 on 2 nodes of at most 8, assumed" in capsys.readouterr().out
+    )
+    assert cli.main([*many, "--nproc-per-node=64", "--parallel.ep=64"]) == 0
+    assert "ranks       64 on one node; dispatcher" in capsys.readouterr().out
+
+
+def test_ranks_that_are_started_here_are_on_one_node(launched: list[tuple[int, list[str]]]) -> None:
+    shared = ["--parallel.ep=16", "--train.global_batch_sequences=64"]
+    assert cli.main(["train", QWEN3, "--nproc", "16", *shared]) == 7
+    assert launched[0][0] == 16
+
+
 def test_check_explains_a_key() -> None:
     done = run_cli("check", "--explain", "model.moe.top_k")
     assert done.returncode == 0 and "Number of experts per token" in done.stdout
@@ -241,6 +273,7 @@ def test_cli_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str])
     wrong = (
         ["check", "--gpu", "H77"],
         ["check", "--nproc-per-node=8"],
+        ["tune", "--nproc-per-node=8"],
         ["train", "--nproc", "0"],
         ["train", "--nprocs=2"],
     )

@@ -15,7 +15,7 @@ from typing import Any
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
 from titan_moe.config.explain import explain
 from titan_moe.config.nearest import nearest_key
-from titan_moe.config.parallel import smallest_world
+from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE, assumes_nodes, planning, ranks_of_a_node, smallest_world
 from titan_moe.config.parse import blame, split_overrides
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
@@ -35,6 +35,8 @@ OPTIONS_ELSEWHERE = {
     "out": "--out belongs to titan-moe tune",
 }
 """Options of other commands, and torchrun's -> what to do."""
+PLANS = ("check", "tune")
+"""The commands whose --nproc are the ranks of a run, perhaps on other machines, and not processes to start."""
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -72,7 +74,7 @@ def _command(argv: Sequence[str]) -> int:
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
-    if args.verb == "check" and args.nproc_per_node:
+    if args.verb in PLANS and args.nproc_per_node:
         if args.nproc is None or args.nproc % args.nproc_per_node:
             parser.error(
                 f"--nproc-per-node {args.nproc_per_node} needs --nproc, the ranks of all nodes, a multiple of it"
@@ -80,15 +82,12 @@ def _command(argv: Sequence[str]) -> int:
         os.environ["LOCAL_WORLD_SIZE"] = str(args.nproc_per_node)  # as torchrun does
     try:
         if args.verb == "check":
-            with _closed_pipe_ignored():
+            with planning(), _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
             return 0
         if args.verb == "tune":
-            recipe = _load(args.recipe, overrides, args.nproc)
-            _set_up_logging()
-            with _imports_frozen():
-                from titan_moe.train.tune import run
-            run(recipe, args.nproc or smallest_world(recipe.parallel), args.out)
+            with planning():
+                _tune(args.recipe, overrides, args.nproc, args.out)
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
@@ -109,6 +108,14 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str |
     print(describe(recipe, nproc or smallest_world(recipe.parallel), gpu))
     if nproc is None:
         print("\nThis is the smallest number of ranks that the layout allows; --nproc N checks another.")
+
+
+def _tune(path: str, overrides: list[str], nproc: int | None, out: Path | None) -> None:
+    recipe = _load(path, overrides, nproc)
+    _set_up_logging()
+    with _imports_frozen():
+        from titan_moe.train.tune import run
+    run(recipe, nproc or smallest_world(recipe.parallel), out)
 
 
 @contextmanager
@@ -188,6 +195,12 @@ def _imports_frozen() -> Iterator[None]:
 def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
     recipe = load_recipe(path, overrides)
     problems = check_rules(recipe, world_size)
+    ranks = world_size or smallest_world(recipe.parallel)
+    if problems and assumes_nodes(ranks):
+        with planning(False):
+            elsewhere = check_rules(recipe, ranks)
+        note = f"nodes of {ranks_of_a_node(ranks)} are assumed: --nproc {ranks} --nproc-per-node says another number"
+        problems = [problem if problem in elsewhere else f"{problem}; {note}" for problem in problems]
     if problems:
         raise RecipeError(blame(problems, path, overrides))
     return recipe
@@ -226,12 +239,14 @@ def _parser() -> argparse.ArgumentParser:
     purpose = "profile a few steps of a recipe and write an HTML report"
     _add_verb(verbs, "trace", purpose, "the recipe; the report is written into RUN/trace", launched)
     purpose = 'time kernels and low-precision formats on this GPU at a recipe\'s shapes, for perf.kernels = "auto"'
-    tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--out FILE] ")
+    tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--nproc-per-node N] [--out FILE] ")
     tune.add_argument("--out", type=_path, metavar="FILE", help="table to write; default: your own table for this GPU")
     purpose = "check a recipe and show its shape and cost, without importing torch"
     options = "[--nproc-per-node N] [--gpu NAME] [--explain KEY] "
     check = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
-    check.add_argument("--nproc-per-node", type=_ranks, metavar="N", help="number of ranks on a node; default: all")
+    of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
+    for plan in (check, tune):
+        plan.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
     gpus = "of this machine; without one, those with measured kernels"
     compared = (
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"

@@ -2,12 +2,19 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from titan_moe.config.dispatchers import DISPATCHERS, WAY_TO_ADD, DispatcherFacts, facts_of
 from titan_moe.config.precision import BYTES_OF_DTYPE, PrecisionConfig
 from titan_moe.config.schema import OneOf
+
+ASSUMED_RANKS_OF_A_NODE = 8
+"""In a plan: nearly all machines with GPUs that share memory have so many."""
+_IS_PLAN: ContextVar[bool] = ContextVar("_IS_PLAN", default=False)
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,8 @@ class ParallelConfig:
     """How rows are sent to their experts. titan_moe.register_dispatcher adds a dispatcher of your own."""
     ep_ranks_per_node: int = 0
     """Consecutive ranks of an ep group on one node, for a dispatcher that sends rows once a node. 0: as many as
-    torchrun starts on a node (LOCAL_WORLD_SIZE; `titan-moe check` takes it as --nproc-per-node). A smaller number is
-    useful if the links within a node differ."""
+    torchrun starts on a node (LOCAL_WORLD_SIZE; `titan-moe check` takes it as --nproc-per-node, and assumes 8). A
+    smaller number is useful if the links within a node differ."""
     overlap: Literal["none", "tile", "microbatch"] = "none"
     """How communication over ep overlaps with compute. Results do not depend on it.
 
@@ -235,12 +242,35 @@ def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:
 
 
 def ranks_of_a_node(world_size: int) -> int:
-    """The number of ranks of a node, from torchrun's environment or `check --nproc-per-node`; all ranks without it.
+    """The number of ranks of a node, from torchrun's environment or `check --nproc-per-node`. Without it a run has all
+    ranks on one node, and a plan as many as are assumed.
 
     Ranks of an ep group are among ep * etp consecutive ones, so a group is on one node if that divides this number.
     """
+    if of_node := _stated_ranks_of_a_node():
+        return of_node
+    return min(world_size, ASSUMED_RANKS_OF_A_NODE) if _IS_PLAN.get() else world_size
+
+
+def assumes_nodes(world_size: int) -> bool:
+    """Whether the number of ranks of a node is assumed, and there are several nodes by it."""
+    return _IS_PLAN.get() and not _stated_ranks_of_a_node() and world_size > ASSUMED_RANKS_OF_A_NODE
+
+
+@contextmanager
+def planning(is_plan: bool = True) -> Iterator[None]:
+    """Take ranks for those of other machines: where nothing else is said, a node has 8."""
+    token = _IS_PLAN.set(is_plan)
+    try:
+        yield
+    finally:
+        _IS_PLAN.reset(token)
+
+
+def _stated_ranks_of_a_node() -> int:
+    """0 if nothing is said."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(local) if local.isdigit() and int(local) > 0 else world_size
+    return int(local) if local.isdigit() else 0
 
 
 def ep_ranks_of_a_node(parallel: ParallelConfig, world_size: int) -> int:

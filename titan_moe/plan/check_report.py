@@ -6,7 +6,7 @@ from itertools import chain, repeat
 
 from titan_moe.config.arena import experts_of, has_arena, why_no_arena
 from titan_moe.config.clones import clones_pay_from, num_clones, resolve_clones, why_no_clones
-from titan_moe.config.parallel import ranks_of_a_node, resolve
+from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules import check_rules
 from titan_moe.config.rules.capture import obstacles
@@ -38,6 +38,7 @@ BALANCED_FACTOR = 1.125
 """The capacity factor that "auto" takes for a balanced load."""
 
 
+@planning()
 def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
     """Describe a recipe that passed its rules. Its peak of memory is compared with that of `gpu`, a known one; by
     default with the GPUs of this machine, or else with the measured ones."""
@@ -135,11 +136,15 @@ def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
 
 
 def _nodes(world_size: int) -> str:
-    """Where the ranks are: on one node unless the environment says otherwise."""
+    """Where the ranks are."""
     of_node = ranks_of_a_node(world_size)
     if world_size == 1:
         return ""
-    return " on one node" if of_node >= world_size else f" on {-(-world_size // of_node)} nodes of {of_node}"
+    if of_node >= world_size:
+        return " on one node"
+    most = "" if world_size % of_node == 0 else "at most "
+    assumed = ", assumed; --nproc-per-node says another" if assumes_nodes(world_size) else ""
+    return f" on {-(-world_size // of_node)} nodes of {most}{of_node}{assumed}"
 
 
 def _clones(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
