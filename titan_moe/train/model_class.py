@@ -67,8 +67,8 @@ def _interface_problems(model: object) -> Iterator[str]:
         yield "has no `forward`; let it take tokens and labels, as titan_moe.models.transformer:Transformer does"
     if not any(parameter.requires_grad for parameter in model.parameters()):
         yield (
-            "has no parameter that requires a gradient, all are frozen; leave requires_grad = True in those that are to "
-            "be trained"
+            "has no parameter that requires a gradient, all are frozen; leave requires_grad = True in those that are "
+            "to be trained"
         )
     if not isinstance(getattr(model, "layers", None), nn.Module):
         yield "has no `layers`; keep its blocks in an nn.ModuleDict of that name, which is sharded block by block"
