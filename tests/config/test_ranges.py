@@ -28,7 +28,7 @@ def test_rules_refuse_excessive_numbers_alone_and_at_once(tmp_path: Path) -> Non
     file.write_text("[model]\nffn_hidden_size = 1\nnum_layers = 1000000\ninit_std = 1e308\n[parallel]\npp = 4000000000")
     problems = check_rules(load_recipe(file))
     assert [problem.partition(" (")[0] for problem in problems] == [
-        "model.num_layers = 1000000 must be at least 1 and at most 10,000",
+        "model.num_layers = 1000000 must be at least 1 and at most 1,000",
         "model.init_std = 1e+308 must be above 0 and at most 10,000",
         "parallel.pp = 4000000000 must be at least 1 and at most 65,536",
     ]

@@ -170,7 +170,7 @@ def _is_switch(argument: str, following: str) -> bool:
 
 def _read_overrides(argv: Sequence[str], problems: list[str]) -> dict[str, Setting]:
     overrides, others = split_overrides(argv)
-    problems += [f"{COMMAND_LINE}: {argument} is not of the form --section.key=value" for argument in others]
+    problems += [f"{COMMAND_LINE}: {cut(argument)} is not of the form --section.key=value" for argument in others]
     settings: dict[str, Setting] = {}
     known = all_keys(Recipe)
     while overrides:
@@ -180,7 +180,7 @@ def _read_overrides(argv: Sequence[str], problems: list[str]) -> dict[str, Setti
         elif not equals:  # --section.key without a value sets a boolean to true
             text = "true"
             if dotted in known and not known[dotted].is_section and known[dotted].plain_type is not bool:
-                problems.append(f"{COMMAND_LINE}: --{dotted} needs a value, {type_in_words(known[dotted])}")
+                problems.append(f"{COMMAND_LINE}: --{cut(dotted)} needs a value, {type_in_words(known[dotted])}")
                 continue
         settings[dotted] = Setting(text, COMMAND_LINE, is_text=True)
     return settings
@@ -205,7 +205,7 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
             problems.append(f"{source}: {unknown_key(dotted, is_section=isinstance(value, dict))}")
         if rest := unknown[MAX_UNKNOWN:]:
             problems.append(
-                f"{settings[rest[0]].source}: {counted(len(rest), 'more key')} not known, from {rest[0]} on"
+                f"{settings[rest[0]].source}: {counted(len(rest), 'more key')} not known, from {cut(rest[0])} on"
             )
     return section(**values)
 

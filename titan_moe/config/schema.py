@@ -152,9 +152,7 @@ def shown(value: Any) -> str:
 def cut(text: str) -> str:
     """Shorten a long text for a message, without characters that no terminal shows."""
     short = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-    return (
-        "".join(map(_escape, short)).encode("utf-8", "backslashreplace").decode() if not short.isprintable() else short
-    )
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in short)
 
 
 def either(values: Iterable[str]) -> str:

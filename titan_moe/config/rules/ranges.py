@@ -11,7 +11,7 @@ from titan_moe.config.schema import shown
 
 LARGEST = 10**12
 """End of a range without another one."""
-LAYERS = 10_000
+LAYERS = 1_000
 RANKS = 2**16
 
 

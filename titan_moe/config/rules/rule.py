@@ -11,6 +11,9 @@ from titan_moe.config.recipe import Recipe
 Check = Callable[[Recipe, int], Iterator[str]]
 """Yields one message for each breach, given a recipe and a number of ranks: key, value, rule, way out."""
 
+MAX_DIVISOR = 2**16
+"""Ways out list divisors up to this number, and their counterparts."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -50,7 +53,7 @@ def _common_divisors(*numbers: int) -> list[int]:
     if min(numbers) < 1:
         return []
     common = math.gcd(*numbers)
-    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    small = [n for n in range(1, min(math.isqrt(common), MAX_DIVISOR) + 1) if common % n == 0]
     return sorted({*small, *(common // n for n in small)})
 
 

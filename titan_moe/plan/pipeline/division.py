@@ -41,13 +41,17 @@ def _best(times: Sequence[float], num_stages: int, time_of_head: float, limit: f
         later = num_stages - 1 - stage
         found: dict[int, _Best] = {}
         for end in [num_layers] if is_last else range(stage + 1, num_layers - later + 1):
-            candidates = []
-            for start, before in best.items():
+            candidates: list[_Best] = []
+            fastest = limit
+            for start, before in reversed(best.items()):
                 time = ends[end] - ends[start] + (time_of_head if is_last else 0)
-                if start < end and time <= limit:
+                if time > fastest:  # stages with more layers take longer
+                    break
+                if start < end:
                     cost = max(before.cost, time) if limit == math.inf else before.cost + time**2
                     at_ends = before.num_layers_at_ends + is_end * (end - start)
                     candidates.append(_Best(cost, at_ends, (*before.sizes, end - start)))
+                    fastest = min(fastest, cost) if limit == math.inf else limit
             if candidates:
                 found[end] = min(candidates)
         best = found
