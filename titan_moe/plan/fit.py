@@ -128,13 +128,24 @@ class _Search:
         for number in range(1, MOST_FIELDS + 1):
             ways = dict[tuple[str, ...], Changes]()
             for changes in self._sets(number):
-                if len(ways) < MOST_WAYS and self._gib(changes) <= limit_gib:
-                    ways.setdefault(tuple(change.key for change in changes), changes)
+                keys = tuple(change.key for change in changes)
+                if keys in ways or (number > 1 and not self._may_fit(keys, limit_gib)):
+                    continue
+                if self._gib(changes) <= limit_gib:
+                    ways[keys] = changes
+                if len(ways) == MOST_WAYS:
+                    break
             if ways:
                 return list(ways.values())
             if self._gib(self._most) > HOPELESS * limit_gib:
                 return []
         return [self._most] if self._gib(self._most) <= limit_gib else []
+
+    def _may_fit(self, keys: tuple[str, ...], limit_gib: float) -> bool:
+        """Whether these fields fit at the values that need least, or that cannot be said because they break a rule."""
+        least = {change.key: change for change in self._useful}
+        gib = self._gib(tuple(least[key] for key in keys))
+        return gib <= limit_gib or gib == math.inf
 
     def in_words(self, changes: Changes) -> str:
         """A set that fits, and what is needed with it."""
