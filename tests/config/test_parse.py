@@ -336,7 +336,9 @@ def test_parse_reads_a_byte_order_mark(tmp_path: Path) -> None:
     assert load_recipe(file).train.steps == 3
 
 
-@pytest.mark.parametrize("key", ["--data.path=a\0b", "--data.path=\udcff", "--train.steps=1" + "0" * 309])
+@pytest.mark.parametrize(
+    "key", ["--data.path=a\0b", "--data.path=\udcff", "--train.steps=1" + "0" * 309, f"--run.seed={2**63}"]
+)
 def test_parse_refuses_such_values_on_the_command_line(tmp_path: Path, key: str) -> None:
     (problem,) = problems_of(write(tmp_path, "r.toml", ""), key)
     assert problem.startswith(f"command line: {key[2:].partition('=')[0]} = ")
