@@ -61,7 +61,8 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "init_std embedding_init_std embedding_multiplier": Range(0, 10_000, includes_low=False),
     },
     "model.attention": {
-        "num_heads num_kv_heads head_dim yarn_factor yarn_original_tokens": POSITIVE,
+        "num_heads num_kv_heads": Range(1, RANKS),
+        "head_dim yarn_factor yarn_original_tokens": POSITIVE,
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim": POSITIVE,
         "sliding_window full_attention_every q_lora_rank yarn_mscale yarn_mscale_all_dim": ZERO_OR_MORE,
         "rope_theta": Range(1, includes_low=False),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
@@ -26,6 +27,11 @@ def divide(times: Sequence[float], num_stages: int, time_of_head: float = 0) -> 
     """
     if not 1 <= num_stages <= len(times):
         raise ValueError(f"{len(times)} layers cannot be divided into {num_stages} stages of 1 layer or more")
+    return _sizes(tuple(times), num_stages, time_of_head)
+
+
+@lru_cache(maxsize=16)  # a report asks for the division of its model many times
+def _sizes(times: tuple[float, ...], num_stages: int, time_of_head: float) -> tuple[int, ...]:
     slowest = _best(times, num_stages, time_of_head, math.inf)
     return _best(times, num_stages, time_of_head, slowest.cost).sizes
 
