@@ -7,9 +7,11 @@ import pytest
 
 from titan_moe.config import load_recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.plan.check_report import describe
 from titan_moe.plan.count import attention_core_flops_per_token, count_parameters, training_flops_per_token
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+TINY = Path(__file__).parents[1] / "train" / "tiny.toml"
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,11 @@ def test_count_of_flops_of_latent_experts() -> None:
     latent = replace(SMALL, moe=replace(SMALL.moe, latent_size=4))
     saved = 2 * 3 * 3 * 13 * (7 - 4) - 2 * 2 * 7 * 4
     assert training_flops_per_token(SMALL, 100) - training_flops_per_token(latent, 100) == 6 * saved
+
+
+def test_check_counts_no_class_of_the_users() -> None:
+    """It is code, which `titan-moe check` does not run: no number is better than that of another model."""
+    report = describe(load_recipe(TINY, ["--model.class=mine:Model"]), 1)
+    assert 'and FLOPs: those of model.class = "mine:Model" are counted when a run starts' in report
+    assert "GFLOP" not in report and "active a token" not in report and "28.96k" not in report
+    assert "28.96k" in describe(load_recipe(TINY), 1)

@@ -5,9 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from titan_moe.config import RecipeError, load_recipe
+from titan_moe.train.model_class import check_parts
+from titan_moe.train.process import process_group
+
+TINY = Path(__file__).with_name("tiny.toml")
 OWN_MODELS = '''
 from dataclasses import replace
+import torch
 import torch.nn.functional as F
 from torch import nn
 from titan_moe import Block, LocalDispatcher, MoE, TopKRouter, Transformer
@@ -162,6 +169,75 @@ class FrozenBelow(FrozenRouters):
 
 class AllFrozen(FrozenRouters):
     frozen = ("",)
+
+
+class Deaf(Transformer):
+    """Takes document ids and ignores them."""
+
+    def contexts(self, x, document_ids_BN):
+        return super().contexts(x, None)
+
+
+class HalfDeaf(Transformer):
+    """Ignores them in one of two layers."""
+
+    def contexts(self, x, document_ids_BN):
+        contexts = super().contexts(x, document_ids_BN)
+        return contexts | {"1": super().contexts(x, None)["1"]}
+
+
+class WithoutIds(Transformer):
+    def forward(self, tokens_BN, labels_BN=None):
+        return super().forward(tokens_BN, labels_BN)
+
+
+class Wide(Transformer):
+    """Has a projection more, [D, 3 D] and back, of every token."""
+
+    def __init__(self, config, **options):
+        super().__init__(config, **options)
+        self.up, self.down = nn.Linear(32, 96, bias=False), nn.Linear(96, 32, bias=False)
+        self.norm = nn.Sequential(self.norm, self.up, self.down)
+
+
+class WideButFrozen(Wide):
+    def __init__(self, config, **options):
+        super().__init__(config, **options)
+        self.up.requires_grad_(False)
+
+
+class Claiming(Wide):
+    def training_flops_per_token(self, seq_len_tokens):
+        return 1000.0 * seq_len_tokens
+
+
+class Masked(Transformer):
+    """Attends to what it likes."""
+
+    def contexts(self, x, document_ids_BN):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        return {name: context._replace(mask=mask) for name, context in super().contexts(x, None).items()}
+
+
+class Reading(Transformer):
+    """Branches on a number of the device."""
+
+    def forward(self, tokens_BN, labels_BN=None, document_ids_BN=None):
+        return super().forward(tokens_BN + int(tokens_BN.sum().item() < 0), labels_BN, document_ids_BN)
+
+
+@torch.library.custom_op("own_models::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+class WithKernel(Transformer):
+    def forward(self, *args):
+        return twice(super().forward(*args)) / 2
 '''
 UNBALANCED = ("--model.moe.aux_loss_coef=0", "--model.moe.bias_update_speed=0")
 
@@ -263,3 +339,79 @@ def test_a_frozen_model_is_refused(tiny, capsys: pytest.CaptureFixture[str]) -> 
     assert own(tiny, "AllFrozen").train() == 2
     error = capsys.readouterr().err
     assert 'model.class = "own_models:AllFrozen": has no parameter that requires a gradient, all' in error
+
+
+def test_a_frozen_stage_is_refused(tiny) -> None:
+    """No gradient passes it, and its optimizer would have nothing."""
+    recipe = load_recipe(TINY, ["--model.class=own_models:FrozenBelow", "--parallel.pp=2"])
+    frozen, trained = nn.Linear(2, 2).requires_grad_(False), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    trained[0].requires_grad_(False)
+    with process_group(recipe.run):
+        check_parts([trained, nn.Identity()], recipe)
+        with pytest.raises(RecipeError, match=r"parallel.pp = 2 all parameters of a stage are frozen \(weight, ...\)"):
+            check_parts([trained, frozen], recipe)
+
+
+@pytest.mark.parametrize("name", ["Deaf", "HalfDeaf"])
+def test_documents_that_see_each_other_are_refused(tiny, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert own(tiny, name, "--data.document_attention=true").train() == 2
+    error = capsys.readouterr().err
+    assert f'model.class = "own_models:{name}" does not keep documents apart' in error
+    assert "or set data.document_attention = false" in error
+    assert own(tiny, name, steps=1).train() == 0, "without document masks it does what it should"
+
+
+def test_a_forward_without_document_ids_is_refused(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert own(tiny, "WithoutIds").train() == 2
+    error = capsys.readouterr().err
+    assert (
+        "has a `forward` that cannot be called as forward(tokens, labels, document_ids): too many positional" in error
+    )
+
+
+MATRICES = {
+    "attention": 2 * (2 * 32 * 32 + 2 * 32 * 16),
+    "dense": 3 * 32 * 64,
+    "experts": 2 * 3 * 32 * 32,
+    "head": 64 * 32,
+}
+"""Weights of the tiny model that a token meets: by each of them it is multiplied in forward, and twice in backward."""
+PAIRS = 32 / 2
+"""Tokens that a token attends to."""
+TINY_FLOPS = 6 * sum(MATRICES.values()) + 6 * 2 * (2 * 2 * 16) * PAIRS
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active", "flops"),
+    [
+        ("Summed", "28.96k", "22.82k", TINY_FLOPS),
+        ("Wide", "35.10k", "28.96k", TINY_FLOPS + 6 * 2 * 32 * 96),
+        ("WideButFrozen", "35.10k", "28.96k", TINY_FLOPS + 6 * 2 * 32 * 96 - 2 * 32 * 96),
+        ("Claiming", "35.10k", "28.96k", 32_000),
+        ("Masked", "28.96k", "22.82k", None),
+        ("Reading", "28.96k", "22.82k", None),
+        ("WithKernel", "28.96k", "22.82k", None),
+    ],
+)
+def test_a_model_of_ones_own_is_counted(
+    tiny, name: str, parameters: str, active: str, flops: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not the default model of the same fields; and rather no MFU than a wrong one."""
+    caplog.set_level(logging.INFO, logger="titan_moe")
+    run = own(tiny, name, steps=1)
+    assert run.train() == 0
+    assert caplog.messages[0].startswith(f"custom: {parameters} parameters, {active} active a token; ")
+    (record,) = run.records
+    if flops is None:
+        assert record["tflops_per_gpu"] is None and record["mfu"] is None
+        assert f'FLOPs of model.class = "own_models:{name}" are unknown' in caplog.messages[1]
+    else:
+        assert record["tflops_per_gpu"] == pytest.approx(flops * record["tokens_per_second_per_gpu"] / 1e12)
+
+
+def test_windows_are_counted_as_those_of_the_default_class(tiny) -> None:
+    window = "--model.attention.sliding_window=8"
+    run, plain = own(tiny, "Summed", window, steps=1), tiny("--train.steps=1", window)
+    assert run.train() == 0 and plain.train() == 0
+    flops = [r.records[0]["tflops_per_gpu"] / r.records[0]["tokens_per_second_per_gpu"] for r in (run, plain)]
+    assert flops[0] == pytest.approx(flops[1]) and flops[0] * 1e12 < TINY_FLOPS

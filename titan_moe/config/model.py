@@ -135,13 +135,17 @@ class ModelConfig:
     `Class(model_config, kernels=..., loss_chunk_tokens=...)`; the easiest way is a subclass of the default. Its blocks
     are in `layers`. Its forward takes tokens, labels and document ids (or None), all [B, N], and returns the
     cross entropy summed over the label tokens, those whose label is not -100; a mean is refused, because the trainer
-    divides by the label tokens of the whole step. In a pipeline its modules are `embed`, `layers` (an nn.ModuleDict),
+    divides by the label tokens of the whole step. So is a class whose documents see each other although it is given
+    document ids. In a pipeline its modules are `embed`, `layers` (an nn.ModuleDict),
     `norm` and `head`, and its forward calls them alone. Routers of its `MoE` layers derive from `TopKRouter`, or
     balance themselves. A dispatcher that it sets is kept with `parallel.dispatcher = "local"` and refused with any
     other. Matrices are initialised from a normal distribution with `init_std`, weights of an `nn.Embedding` with
     `embedding_init_std`, vectors with one, parameters named `bias` with zero, unless the module that owns them defines
-    `parameter_kinds`. The class is code: a run imports and executes it. Nothing else that a run reads is executed,
-    neither checkpoints nor data."""
+    `parameter_kinds`. A run counts its parameters and, by a step without numbers on the meta device, its FLOPs; a
+    method `training_flops_per_token(seq_len_tokens)` replaces that step. Where FLOPs are unknown, as of kernels or
+    masks of its own, the metrics have neither TFLOP/s nor MFU. Parameters with `requires_grad = False` are frozen. The
+    class is code: a run imports and executes it. Nothing else that a run reads is executed, neither checkpoints nor
+    data."""
     name: str = "custom"
     """The name of the model in logs and reports."""
     vocab_size: int = 256

@@ -64,7 +64,9 @@ def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
     if record["aux_loss"]:
         words.append(f"aux {record['aux_loss']:.2e}")
     words += [f"norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}"]
-    words += [f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}", f"{record['tflops_per_gpu']:.3g} TFLOP/s"]
+    words.append(f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}")
+    if record["tflops_per_gpu"] is not None:
+        words.append(f"{record['tflops_per_gpu']:.3g} TFLOP/s")
     if record["mfu"] is not None:
         words.append(f"MFU {record['mfu']:.1%}")
     words += [f"{record['memory_gib']:.2f} GiB", f"{record['step_ms']:.0f} ms"]

@@ -37,13 +37,14 @@ class Meter:
         recipe: Recipe,
         run_folder: Path,
         *,
-        flops_per_token: float,
+        flops_per_token: float | None,
         device: torch.device,
         num_ranks: int,
         is_main: bool,
         peak_memory_gib: Callable[[], float],
     ) -> None:
-        """`peak_memory_gib` reads the peak of memory so far, at logged steps."""
+        """`flops_per_token` are those of training; None: unknown. `peak_memory_gib` reads the peak of memory so far, at
+        logged steps."""
         self.recipe = recipe
         self.run_folder = Path(run_folder)
         self.device = device

@@ -21,7 +21,7 @@ class Throughput:
     not. The caller reads the loss before each measurement, so the work of the device is complete.
     """
 
-    def __init__(self, flops_per_token: float, device: torch.device, num_ranks: int) -> None:
+    def __init__(self, flops_per_token: float | None, device: torch.device, num_ranks: int) -> None:
         self.flops_per_token = flops_per_token
         self.num_ranks = num_ranks
         hardware = find_hardware(device_name(device))
@@ -50,14 +50,14 @@ class Throughput:
 
     def measure(self) -> dict[str, float | None]:
         """Report the interval and start the next one. Model FLOPs halve causal attention and exclude recomputation.
-        `mfu` is their share of the device's bf16 peak, or None if the peak is unknown."""
+        `mfu` is their share of the device's bf16 peak. What is unknown is None."""
         seconds = time.perf_counter() - self._started_s
         tokens_per_second = self._num_tokens / seconds / self.num_ranks
-        flops = self.flops_per_token * tokens_per_second
+        flops = None if self.flops_per_token is None else self.flops_per_token * tokens_per_second
         measured = {
             "tokens_per_second_per_gpu": tokens_per_second,
-            "tflops_per_gpu": flops / 1e12,
-            "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "tflops_per_gpu": None if flops is None else flops / 1e12,
+            "mfu": None if flops is None or not self.peak_flops else flops / self.peak_flops,
             "step_ms": 1e3 * seconds / self._num_steps,
         }
         self.start()

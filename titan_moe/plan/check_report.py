@@ -6,6 +6,7 @@ from itertools import chain, repeat
 
 from titan_moe.config.arena import experts_of, has_arena, why_no_arena
 from titan_moe.config.clones import clones_pay_from, num_clones, resolve_clones, why_no_clones
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules import check_rules
@@ -44,14 +45,11 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
     default with the GPUs of this machine, or else with the measured ones."""
     as_given, clones = recipe, _clones(recipe, world_size)
     recipe = resolve_clones(recipe, world_size)
-    seq_len_tokens = recipe.train.seq_len_tokens
-    gflop = training_flops_per_token(recipe.model, seq_len_tokens) / 1e9
     rows = [
         ("model", _shape(recipe)),
         ("attention", _attention(recipe)),
         ("experts", _experts(recipe)),
-        *_parameter_rows(count_parameters(recipe.model)),
-        ("FLOPs", f"{gflop:.4g} GFLOP per token of training, with sequences of {seq_len_tokens:,} tokens"),
+        *_count_rows(recipe),
         *_parallel_rows(recipe, world_size),
         *clones,
         ("step", _step(recipe, world_size)),
@@ -101,6 +99,20 @@ def _experts(recipe: Recipe) -> str:
     forced = f"; FORCED load: {recipe.train.forced_load}" if recipe.train.forces_load else ""
     chosen = f"{moe.top_k} of {moe.num_experts} a token, width {moe.ffn_hidden_size}"
     return f"{chosen}{shared}{latent}, {moe.score_fn} scores{forced}"
+
+
+def _count_rows(recipe: Recipe) -> list[tuple[str, str]]:
+    """Parameters and FLOPs. A class of the user's is code, which is not run here."""
+    if recipe.model.class_ != ModelConfig.class_:
+        whose = f"those of model.class = {in_toml(recipe.model.class_)} are counted when a run starts"
+        return [
+            ("parameters", f"and FLOPs: {whose};"),
+            ("", "memory, peak and pipeline below are those of the default class of this [model]"),
+        ]
+    num_tokens = recipe.train.seq_len_tokens
+    gflop = training_flops_per_token(recipe.model, num_tokens) / 1e9
+    flops = f"{gflop:.4g} GFLOP per token of training, with sequences of {num_tokens:,} tokens"
+    return [*_parameter_rows(count_parameters(recipe.model)), ("FLOPs", flops)]
 
 
 def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:

@@ -11,6 +11,8 @@ from titan_moe.compile import regional
 from titan_moe.config import Recipe
 from titan_moe.config.clones import clone_cost_slots, clones_pay_from, num_clones
 from titan_moe.config.context import ring_backend
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.optional_clones import ReplicaSlots
@@ -39,7 +41,7 @@ from titan_moe.precision.all_gather import gather_in_fp8
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
 from titan_moe.train.clone_control import CloneControl
 from titan_moe.train.forward_backward import build_forward_backward
-from titan_moe.train.model_class import check_interface, import_model_class
+from titan_moe.train.model_class import check_interface, check_parts, import_model_class
 from titan_moe.train.peak_memory import PeakMemory
 from titan_moe.train.spikes import Spikes
 from titan_moe.train.step import TrainStep
@@ -68,6 +70,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     queue = weight_grads.build_queue(recipe)
     replicas = replica_slots(recipe)
     parts = build_parts(model, recipe, meshes, device, capacity, queue, replicas)
+    if recipe.parallel.pp > 1 and recipe.model.class_ != ModelConfig.class_:
+        check_parts(parts, recipe)
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
@@ -214,15 +218,21 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
 
     Raises: RecipeError if the class cannot be imported or called, or breaks its contract.
     """
+    model = build_unchecked(recipe, recipe.perf.chosen_kernels)
+    check_interface(model, recipe)
+    return model
+
+
+def build_unchecked(recipe: Recipe, kernels: Kernels) -> nn.Module:
+    """The same with these kernels, whatever its class makes.
+
+    Raises: RecipeError if the class cannot be imported or called.
+    """
     model_class = import_model_class(recipe.model.class_)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(fsdp.DTYPES[recipe.precision.master])
     try:
         with torch.device("meta"):
-            model = model_class(
-                recipe.model, kernels=recipe.perf.chosen_kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens
-            )
+            return model_class(recipe.model, kernels=kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens)
     finally:
         torch.set_default_dtype(previous)
-    check_interface(model, recipe)
-    return model

@@ -20,6 +20,7 @@ from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.context import sequence_shard
+from titan_moe.config.kernels import DEFAULT_KERNELS
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.parse import dump_recipe
@@ -29,12 +30,11 @@ from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
 from titan_moe.metrics.whole_file import write_whole
-from titan_moe.plan.check_report import abbreviate
-from titan_moe.plan.count import count_parameters, training_flops_per_token
 from titan_moe.profile.trace import StepTracer, Tracer
 from titan_moe.titan import GarbageCollection
-from titan_moe.train.build import assemble
+from titan_moe.train.build import assemble, build_unchecked
 from titan_moe.train.capacity_control import round_up
+from titan_moe.train.count_class import FLOPS_HOOK, ModelCounts, count_model
 from titan_moe.train.earlier_records import set_aside
 from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.failure import EXIT_FAILED, record_failure
@@ -101,8 +101,9 @@ class Trainer:
         self.run_folder = Path(recipe.run.folder)
         self.tracer = tracer or StepTracer(recipe.profile, self.run_folder, dist.get_rank())
         self.is_main = dist.get_rank() == 0
+        counts = run_on_rank_zero(lambda: count_model(recipe, partial(build_unchecked, recipe, DEFAULT_KERNELS)))
         if self.is_main:
-            self._log_start()
+            self._log_start(counts)
         self.recipe = recipe = resolve_auto(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, self.parts, optimizers, self.schedule, self.runner = assemble(recipe, device)
@@ -131,7 +132,7 @@ class Trainer:
         self.meter = Meter(
             recipe,
             self.run_folder,
-            flops_per_token=training_flops_per_token(recipe.model, recipe.train.seq_len_tokens),
+            flops_per_token=counts.flops_per_token,
             device=device,
             num_ranks=dist.get_world_size(),
             is_main=self.is_main,
@@ -366,13 +367,15 @@ class Trainer:
             f"weights with checkpoint.load_from in another run.folder ({self._command} {found})"
         )
 
-    def _log_start(self) -> None:
+    def _log_start(self, counts: ModelCounts) -> None:
         """Log model, ranks and folder, and warn of ignored data and forced routing."""
         model, data = self.recipe.model, self.recipe.data
-        parameters = count_parameters(model)
-        size = f"{abbreviate(parameters.total)} parameters, {abbreviate(parameters.active)} active a token"
         ranks = f"{dist.get_world_size()} x {self.device.type}"
-        logger.info("%s: %s; %s; writing to %s", model.name, size, ranks, self.run_folder)
+        logger.info("%s: %s; %s; writing to %s", model.name, counts.in_words(), ranks, self.run_folder)
+        if counts.flops_per_token is None:
+            way_out = f"let it define {FLOPS_HOOK}(seq_len_tokens)"
+            words = 'the FLOPs of model.class = "%s" are unknown, so the metrics have neither TFLOP/s nor MFU: %s; %s'
+            logger.info(words, model.class_, counts.reason, way_out)
         if data.source == "synthetic" and data.path:
             logger.warning('data.path = "%s" is not read: data.source = "synthetic"', data.path)
         if self.recipe.train.forces_load:
