@@ -67,6 +67,7 @@ def on_one_process(recipe: Recipe, num_tokens: int) -> Recipe:
         validation=replace(recipe.validation, every_steps=0),
         metrics=replace(recipe.metrics, sample_tokens=0),
         precision=replace(recipe.precision, master=recipe.precision.compute, moments=recipe.precision.compute),
+        optim=replace(recipe.optim, kind="fused_adamw"),  # no step is taken; narrow masters are refused for others
         train=replace(
             train,
             seq_len_tokens=seq_len,

@@ -41,6 +41,11 @@ def test_look_at_the_first_layers(tool: ModuleType, settings: list[str]) -> None
     assert first == whole[:1], "the same weights and tokens"
 
 
+def test_look_at_bf16_weights_of_a_recipe_with_torchs_adamw(tool: ModuleType) -> None:
+    settings = ["--set", "precision.compute=bf16", "precision.master=fp32", "optim.kind=adamw"]
+    assert len(tool.main([*ARGUMENTS, *settings])) == 2
+
+
 def test_a_recipe_that_cannot_be(tool: ModuleType) -> None:
     with pytest.raises(RecipeError, match="model.hidden_size"):
         tool.main([*ARGUMENTS, "--set", "model.hidden_size=0"])
