@@ -299,8 +299,8 @@ def test_formats_agree_on_layouts_to_their_noise(
         noises = [distance(grads[weight], exact.grads[weight]) for grads in (alone.grads, split.grads)]
         assert all(least < noise < most for noise in noises), (weight, noises)
         assert 0.5 < noises[1] / noises[0] < 2, (weight, noises)
-        # far below the noise: sums in another order may move a value at a border to the next code, one in thousands
-        assert name not in OF_BLOCKS or distance(split.grads[weight], alone.grads[weight]) < 2e-4, weight
+        # sums in another order may move a value at a border to the next code: a 16th of one of 16,384 values
+        assert name not in OF_BLOCKS or distance(split.grads[weight], alone.grads[weight]) < 2e-3, weight
     assert split.losses[0] == pytest.approx(exact.losses[0], rel=most_of_loss)
 
 

@@ -28,6 +28,7 @@ PRIVATE_NAMES: dict[str, Seen] = {
     "torch.nn.Module._load_from_state_dict": TORCH,
     "torch.nn.Module._parameters": TORCH,
     "torch.optim.lr_scheduler.LRScheduler._last_lr": TORCH,
+    "torch.utils._python_dispatch.TorchDispatchMode": TORCH,
     "torch.utils._pytree.tree_flatten": TORCH,
     "torch.utils._pytree.tree_leaves": TORCH,
     "torch.utils._pytree.tree_unflatten": TORCH,

@@ -106,6 +106,10 @@ RANGES = {
 """Range of each number of a recipe, by dotted key."""
 
 
+LARGE = 100
+"""Numbers up to it cost no rule much."""
+
+
 @rule("the value is out of range")
 def numbers_are_in_range(recipe: Recipe, world_size: int) -> Iterator[str]:
     yield from numbers_out_of_range(recipe, SECTIONS)
@@ -122,9 +126,9 @@ def numbers_out_of_range(recipe: Recipe, sections: Collection[str]) -> Iterator[
 
 
 def has_excessive_numbers(recipe: Recipe) -> bool:
-    """Whether a number is above its range. Rules take time and memory that grow with some of them."""
+    """Whether a large number is above its range. Rules take time and memory that grow with some of them."""
     return any(
-        not isinstance(value := attrgetter(dotted)(recipe), str) and value > allowed.high
+        not isinstance(value := attrgetter(dotted)(recipe), str) and value > max(allowed.high, LARGE)
         for dotted, allowed in RANGES.items()
     )
 
