@@ -59,6 +59,7 @@ def straight(make_run):
     return run
 
 
+@pytest.mark.few("async")
 @pytest.mark.parametrize(
     ("saves", "kills"),
     [
