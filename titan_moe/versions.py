@@ -1,6 +1,6 @@
 """What depends on the version of a package, in one place: from which version or below which, and why.
 
-Whoever acts on a difference imports it, so a search for its name finds all of what it does. One that no allowed version
+Code that acts on a difference imports it, so a search for its name finds all of it. One that no allowed version
 has any more is removed with what it does.
 """
 

@@ -4,7 +4,6 @@ import errno
 import io
 import os
 import stat
-from pathlib import Path
 
 NOT_REGULAR = "it is no regular file"
 
@@ -21,15 +20,3 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
     return open(descriptor, "rb")
-
-
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file that is small.
-
-    Raises: OSError, also for a larger file, a folder, pipe, socket or device.
-    """
-    with open_regular(path) as file:
-        contents = file.read(most_bytes + 1)
-    if len(contents) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {most_bytes / 2**20:g} MiB", str(path))
-    return contents

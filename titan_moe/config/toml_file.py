@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from titan_moe.config.regular_file import NOT_REGULAR, open_regular
+
 MAX_BYTES = 256 * 1024
 """Of a recipe; a resolved one has some thousand."""
 MAX_DOTS = 16
@@ -20,10 +22,7 @@ HEADER = re.compile(r"^\s*\[+([^\[\]]+)\]")
 def read_toml(path: Path, referrer: str, problems: list[str]) -> dict[str, Any]:
     """The table of a file, empty if it is refused. `referrer` is what precedes the path in messages."""
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            problems.append(f"{referrer}{path} is not a regular file; write the recipe into a file")
-            return {}
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         problems.append(f"{referrer}{path} does not exist; {_recipes_in(path.parent, path.name)}")
@@ -32,7 +31,10 @@ def read_toml(path: Path, referrer: str, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{referrer}{path} is a folder; {_recipes_in(path, path.name)}")
         return {}
     except OSError as error:
-        problems.append(f"{referrer}{path} cannot be read: {error.strerror}")
+        is_other = error.strerror == NOT_REGULAR
+        way_out = "is not a regular file; write the recipe into a file"
+        reason = way_out if is_other else f"cannot be read: {error.strerror}"
+        problems.append(f"{referrer}{path} {reason}")
         return {}
     if len(content) > MAX_BYTES:
         problems.append(f"{referrer}{path} has more than {MAX_BYTES:,} bytes, so it is no recipe")

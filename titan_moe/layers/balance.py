@@ -98,8 +98,8 @@ class LoadBalance(WideBuffers):
     def forward(self, routing: Routing) -> Tensor:
         """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward.
 
-        In training a router that is frozen together with all that is before it accumulates in forward. Recompute must
-        take back what a repeated forward adds (`repeated`).
+        In training a router that is frozen together with all that is before it accumulates in forward. What repeats a
+        forward takes back what that adds (`repeated`).
         """
         num_sequences, num_tokens = routing.topk_ids_BNK.shape[:2]
         num_tokens *= self.num_sequence_ranks
