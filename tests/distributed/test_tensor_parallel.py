@@ -261,7 +261,9 @@ def in_format(name: str, kind: str, layout: ParallelConfig) -> Recipe:
         precision = replace(precision, wgrad="compute")
     base = one_loss.split_recipe(layout, "gqa", precision=precision if name != "compute" else FP32)
     train = replace(base.train, micro_batch_sequences=one_loss.SEQUENCES)
-    return replace(base, model=WIDE_MODELS[kind], train=train if layout.pp == 1 else base.train)
+    wide = WIDE_MODELS[kind]  # without balancing losses: with them one value is at a border between two codes
+    model = replace(wide, moe=replace(wide.moe, aux_loss_coef=0.0, z_loss_coef=0.0))
+    return replace(base, model=model, train=train if layout.pp == 1 else base.train)
 
 
 @pytest.fixture(scope="module")
@@ -299,8 +301,7 @@ def test_formats_agree_on_layouts_to_their_noise(
         noises = [distance(grads[weight], exact.grads[weight]) for grads in (alone.grads, split.grads)]
         assert all(least < noise < most for noise in noises), (weight, noises)
         assert 0.5 < noises[1] / noises[0] < 2, (weight, noises)
-        # sums in another order may move a value at a border to the next code: a 16th of one of 16,384 values
-        assert name not in OF_BLOCKS or distance(split.grads[weight], alone.grads[weight]) < 2e-3, weight
+        assert name not in OF_BLOCKS or distance(split.grads[weight], alone.grads[weight]) < 1e-5, weight
     assert split.losses[0] == pytest.approx(exact.losses[0], rel=most_of_loss)
 
 
