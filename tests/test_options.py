@@ -106,7 +106,7 @@ KEPT = {
     "parallel.reshard_after_forward": "memory for a gather a block, as in FSDP2",
     "parallel.reshard_experts_after_forward": "memory for a gather of experts a block where edp > 1",
     "perf.attention": "PyTorch's choice is not always the fastest; flex skips what a mask hides",
-    "perf.override.rotary": "around a bad kernel, as the other overrides; `auto` takes Triton's by its tables",
+    "perf.override.rotary": "around a bad kernel, as the other overrides; Triton's won in plan/tables",
     "precision.compute": "fp32 and fp64 for tests and small models, bf16 for all others",
     "precision.reduce": "bf16 halves the bytes of gradients between ranks; fp32 is exact",
     "precision.format": "DeepSeek-V3 (fp8_blockwise), Megatron and torchao train in these formats",

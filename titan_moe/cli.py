@@ -1,4 +1,4 @@
-"""The command line: `titan-moe train`, `trace`, `tune`, `check`. Refuses invalid recipes before it imports torch."""
+"""The command line: `titan-moe train`, `trace`, `check`. Refuses invalid recipes before it imports torch."""
 
 import argparse
 import atexit
@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
@@ -32,11 +31,13 @@ OPTIONS_ELSEWHERE = {
     "nproc-per-node": "--nproc N starts N ranks on this host",
     "gpu": "--gpu belongs to titan-moe check",
     "explain": "--explain belongs to titan-moe check",
-    "out": "--out belongs to titan-moe tune",
 }
 """Options of other commands, and torchrun's -> what to do."""
-PLANS = ("check", "tune")
-"""The commands whose --nproc are the ranks of a run, perhaps on other machines, and not processes to start."""
+REMOVED_COMMANDS = {
+    "tune": 'nothing is tuned any more: perf.kernels = "auto" and precision.only_where_faster choose by compute '
+    "capability and widths; titan-moe check RECIPE.toml shows what they choose",
+}
+"""Removed command -> what to do instead."""
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(argv: Sequence[str]) -> int:
     overrides, others = split_overrides(argv)
     parser = _parser()
+    if others and others[0] in REMOVED_COMMANDS:
+        parser.error(REMOVED_COMMANDS[others[0]])
     args, unknown = parser.parse_known_args(others)
     if unknown:  # suggest the full key for one without its section: --train.steps for --steps
         names, hint = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")], ""
@@ -74,7 +77,7 @@ def _command(argv: Sequence[str]) -> int:
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
-    if args.verb in PLANS and args.nproc_per_node:
+    if args.verb == "check" and args.nproc_per_node:
         if args.nproc is None or args.nproc % args.nproc_per_node:
             parser.error(
                 f"--nproc-per-node {args.nproc_per_node} needs --nproc, the ranks of all nodes, a multiple of it"
@@ -84,10 +87,6 @@ def _command(argv: Sequence[str]) -> int:
         if args.verb == "check":
             with planning(), _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
-            return 0
-        if args.verb == "tune":
-            with planning():
-                _tune(args.recipe, overrides, args.nproc, args.out)
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
@@ -108,14 +107,6 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str |
     print(describe(recipe, nproc or smallest_world(recipe.parallel), gpu))
     if nproc is None:
         print("\nThis is the smallest number of ranks that the layout allows; --nproc N checks another.")
-
-
-def _tune(path: str, overrides: list[str], nproc: int | None, out: Path | None) -> None:
-    recipe = _load(path, overrides, nproc)
-    _set_up_logging()
-    with _imports_frozen():
-        from titan_moe.train.tune import run
-    run(recipe, nproc or smallest_world(recipe.parallel), out)
 
 
 @contextmanager
@@ -238,15 +229,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_verb(verbs, "train", purpose, "the recipe, or RUN/recipe.toml to resume a run", launched)
     purpose = "profile a few steps of a recipe and write an HTML report"
     _add_verb(verbs, "trace", purpose, "the recipe; the report is written into RUN/trace", launched)
-    purpose = 'time kernels and low-precision formats on this GPU at a recipe\'s shapes, for perf.kernels = "auto"'
-    tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--nproc-per-node N] [--out FILE] ")
-    tune.add_argument("--out", type=_path, metavar="FILE", help="table to write; default: your own table for this GPU")
     purpose = "check a recipe and show its shape and cost, without importing torch"
     options = "[--nproc-per-node N] [--gpu NAME] [--explain KEY] "
     check = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
     of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
-    for plan in (check, tune):
-        plan.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
+    check.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
     gpus = "of this machine; without one, those with measured kernels"
     compared = (
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
@@ -290,11 +277,6 @@ def _gpu(text: str) -> str:
         known = ", ".join("-".join(gpu.words).upper() for gpu in KNOWN_DEVICES)
         raise argparse.ArgumentTypeError(f"{text} is not a known GPU; known are {known}")
     return text
-
-
-def _path(text: str) -> Path:
-    """A path in which `~` is the home folder: in `--out=~/file` no shell expands it."""
-    return Path(text).expanduser()
 
 
 def _ranks(text: str) -> int:

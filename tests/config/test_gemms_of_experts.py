@@ -11,7 +11,6 @@ from titan_moe.config.gemms import expert_formats, has_native_experts
 from titan_moe.config.rules import check_rules
 from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW, packed_width
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.kernel_choice import choose_for
 from titan_moe.plan.memory import arena_bytes_per_rank, packed_bytes
 
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
@@ -62,12 +61,6 @@ def test_check_says_that_mixed_formats_have_no_arena(overrides: str, words: str)
     others = ["--precision.num_layers_at_start_in_compute=0"], [overrides, "--parallel.dispatcher=alltoall"]
     for other in others:
         assert "no arena" not in describe(recipe(*other, "--parallel.overlap=none"), 8), "there is one, or never was"
-
-
-def test_experts_in_fp8_are_fused_where_nothing_was_measured() -> None:
-    unmeasured = recipe("--parallel.overlap=none")
-    (choice,) = (it for it in choose_for(unmeasured, 8, None) if it.operation == "experts")
-    assert (choice.backend, choice.reason) == ("fused", 'precision.experts = "fp8_rowwise"')
 
 
 def test_the_plan_counts_the_scales_that_rows_have() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from titan_moe.config import RecipeError, load_recipe
-from titan_moe.plan.format_choice import choose_formats
 from titan_moe.train import resolve_formats
 
 EMULATED = ("--precision.backend=emulated",)
@@ -102,19 +101,13 @@ def test_formats_of_a_gpu_are_resolved_once(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(resolve_formats.torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(resolve_formats, "run_on_rank_zero", lambda choose: choose())
 
-    def slow_out(recipe, device, capability):
-        is_slow = lambda choice: choice.module.path == "attention.out"  # noqa: E731
-        return [choice if not is_slow(choice) else slower(choice) for choice in choose_formats(recipe, None)]
-
-    def slower(choice):
-        return type(choice)(choice.module, type(choice.formats)(), "fp8_rowwise is not faster: ...", is_slower=True)
-
-    monkeypatch.setattr(resolve_formats, "choose_formats", slow_out)
     recipe = load_recipe(__file__.replace("test_formats.py", "tiny.toml"), ["--precision.linears=fp8_rowwise"])
     with caplog.at_level(logging.INFO, "titan_moe"):
         p = resolve_formats.resolve_formats(recipe, torch.device("cuda")).precision
-    assert (p.backend, p.only_where_faster, p.modules_in_compute) == ("native", False, ("layers.*.attention.out",))
-    assert "formats on NVIDIA X1: native: " in caplog.text and "is not faster" in caplog.text
+    assert (p.backend, p.only_where_faster) == ("native", False)
+    slower = ("attention.qkv", "attention.out", "feed_forward.gate_up", "feed_forward.down")
+    assert p.modules_in_compute == tuple(f"layers.*.{path}" for path in slower)
+    assert "formats on NVIDIA X1: native: " in caplog.text and "fp8_rowwise is slower below" in caplog.text
     with pytest.raises(RecipeError, match='take precision.backend = "emulated"'):
         resolve_formats.resolve_formats(recipe, torch.device("cpu"))
     plain = load_recipe(__file__.replace("test_formats.py", "tiny.toml"))

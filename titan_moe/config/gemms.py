@@ -78,13 +78,6 @@ def widths_of_a_rank(recipe: Recipe, module: GemmModule) -> tuple[int, int]:
     return inputs, outputs // tp if name in SPLIT_OUTPUTS else outputs
 
 
-def ranks_of_tokens(recipe: Recipe, module: GemmModule) -> int:
-    """The number of ranks whose tokens a linear layer gets, beside those of a rank between layers."""
-    p, name = recipe.parallel, module.path.rpartition(".")[2]
-    num_ranks = max(p.tp, 1) if name in ("qkv", *SPLIT_OUTPUTS, *SPLIT_INPUTS) else 1
-    return num_ranks * max(p.cp, 1) if name == "kv_up" else num_ranks  # latents are gathered over cp
-
-
 def multiple_of(precision: PrecisionConfig, name: Format) -> int:
     """What widths and tokens of a format must be multiples of."""
     facts = FORMAT_FACTS[name]

@@ -12,10 +12,9 @@ class PerfConfig:
 
     kernels: Literal["auto", "grouped_mm", "fused", "reference"] = "auto"
     """The implementations of the operations. `perf.override` sets single ones.
-    `auto`: For each operation, the fastest at the nearest measured shape, from the tables of this GPU or its
-    architecture, in the package or written by `titan-moe tune`. PyTorch if Triton cannot run, is less than 2 % faster,
-    or nothing was measured. The log and `titan-moe check` show the choice and the distance to the measured shape; the
-    saved recipe of the run contains the choice.
+    `auto`: `fused` in bf16 on GPUs of compute capability 9.0 (H100, H200), where each of its kernels was measured to be
+    faster, except for what this recipe excludes; elsewhere `grouped_mm`. The log and `titan-moe check` show the choice,
+    and the saved recipe of the run contains it.
     `grouped_mm`: PyTorch. Experts are gather, torch.nn.functional.grouped_mm (bf16, on CPUs also fp32), SwiGLU and sum.
     `fused`: Triton (bf16 on GPUs). The GEMMs of the experts gather their rows, and less is kept for backward.
     `reference`: The experts are a loop in PyTorch: slow, for comparison, also in fp64. Formats whose

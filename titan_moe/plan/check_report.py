@@ -14,10 +14,10 @@ from titan_moe.config.rules.capture import obstacles
 from titan_moe.config.schema import counted, in_toml
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
 from titan_moe.plan.fit import warn_of_excess
-from titan_moe.plan.format_choice import choose_formats, describe_formats
-from titan_moe.plan.hardware import find_hardware, gpus_here
-from titan_moe.plan.kernel_choice import choose_for, describe_choices
-from titan_moe.plan.kernel_table import measured_devices
+from titan_moe.plan.format_choice import FASTER_FROM, choose_formats, describe_formats
+from titan_moe.plan.hardware import dotted, find_hardware, gpus_here
+from titan_moe.plan.kernel_choice import FUSED_WINS, describe_kernels, resolve_kernels
+from titan_moe.plan.kernel_table import read_tables
 from titan_moe.plan.links import describe_links
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
@@ -234,7 +234,7 @@ def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[st
         """GiB of the peak, of all ranks on a GPU."""
         return changed.run.ranks_per_gpu * _peak_gib(resolve_clones(changed, num_ranks), num_ranks)
 
-    lines = list(warn_of_excess(recipe, world_size, need, [gpu] if gpu else gpus_here() or measured_devices()))
+    lines = list(warn_of_excess(recipe, world_size, need, [gpu] if gpu else gpus_here() or list(read_tables())))
     if not lines and gpu and (hardware := find_hardware(gpu)):
         lines = [f"{need(recipe, world_size):.3g} GiB fit the {hardware.memory_gib:g} GiB of {gpu}"]
     return [("", line) for line in lines]
@@ -295,32 +295,29 @@ def _accumulation_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]
 
 
 def _format_rows(recipe: Recipe) -> list[tuple[str, str]]:
-    """The format of every module with a GEMM, and by measured device where the gate decides otherwise."""
+    """The format of every module with a GEMM, and by measured architecture where the gate decides otherwise."""
     if not recipe.precision.formats:
         return []
-    elsewhere = choose_formats(recipe, None)
-    lines = describe_formats(recipe, elsewhere)
-    for device in measured_devices() if recipe.run.device != "cpu" else []:
-        choices = choose_formats(recipe, device)
-        if choices != elsewhere:
-            head, *on_device, _ = describe_formats(recipe, choices)
-            lines = [head, *lines[1:], *(f"on {device}: {line}" for line in on_device)]
-    return _labelled("formats", lines)
+    head, *lines = describe_formats(recipe, choose_formats(recipe))
+    for capability in FASTER_FROM:
+        head, *there = describe_formats(recipe, choose_formats(recipe, capability), capability)
+        place = f"on GPUs of compute capability {dotted(capability)}"
+        lines += [f"{place}: {line}" for line in there if line not in lines]
+    return _labelled("formats", [head, *lines])
 
 
 def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
-    """The kernels: with `auto` by measured device, else the same on all."""
-    elsewhere = choose_for(recipe, world_size, None)
-    devices = measured_devices() if recipe.perf.kernels == "auto" and recipe.run.device != "cpu" else []
-    by_device = {name: choose_for(recipe, world_size, name) for name in devices}
-    lines = [f"perf.kernels = {in_toml(recipe.perf.kernels)}"]
-    for device, choices in by_device.items():
-        if choices != elsewhere:
-            lines += [f"on {device}", *(f"  {line}" for line in describe_choices(choices))]
-    if len(lines) > 1:
-        lines.append("on other architectures")
-    lines += [f"  {line}" for line in describe_choices(elsewhere)]
-    return _labelled("kernels", lines)
+    """The kernels: with `auto` by architecture, else the same on all."""
+    if recipe.perf.kernels != "auto":
+        return [("kernels", describe_kernels(recipe.perf))]
+    elsewhere = describe_kernels(resolve_kernels(recipe, world_size, None))
+    chosen = {name: describe_kernels(resolve_kernels(recipe, world_size, name)) for name in FUSED_WINS}
+    places = [
+        f"{kernels} on GPUs of compute capability {dotted(capability)} ({FUSED_WINS[capability]}), else "
+        for capability, kernels in chosen.items()
+        if kernels != elsewhere
+    ]
+    return [("kernels", f'"auto" means {"".join(places)}{elsewhere}')]
 
 
 def _labelled(label: str, lines: Iterable[str]) -> list[tuple[str, str]]:

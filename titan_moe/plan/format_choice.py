@@ -1,24 +1,46 @@
 """The formats of a run's GEMMs, module by module, with reasons: shown by `check`, logged and used by `train`.
 
 A module keeps compute's dtype where the recipe says so, where its widths are no multiples of what the format needs, and
-where the format was measured slower at the nearest shape, on this GPU or another of its architecture.
+where a rule on its widths says that the format is slower on this GPU.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from titan_moe.config.formats import FORMAT_FACTS, GemmFormats
-from titan_moe.config.gemms import NEVER_ROUNDED, GemmModule, gemm_modules, ranks_of_tokens, why_kept, widths_of_a_rank
+from titan_moe.config.gemms import NEVER_ROUNDED, GemmModule, gemm_modules, why_kept, widths_of_a_rank
 from titan_moe.config.parse import RecipeError
-from titan_moe.config.precision import Part, PrecisionConfig
+from titan_moe.config.precision import PARTS, PrecisionConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.plan.hardware import Capability
-from titan_moe.plan.kernel_choice import SMALLEST_GAIN
-from titan_moe.plan.kernel_shapes import FORMAT_OPERATIONS, Shape, linear_shape
-from titan_moe.plan.kernel_table import KernelTable, find_nearest, tables_for
+from titan_moe.plan.hardware import Capability, dotted
 
 IN_COMPUTE = GemmFormats()
+
+
+class FasterFrom(NamedTuple):
+    """The dense linear layers that are faster in a format than in bf16, quantisation included."""
+
+    input: int = 0  # the smallest width, that of a rank
+    weights: int = 0  # the fewest
+
+    def why_slower(self, num_inputs: int, num_outputs: int) -> str:
+        """Why a layer is not among them; empty if it is."""
+        if num_inputs < self.input:
+            return f"below an input width of {self.input:,}"
+        return f"below {self.weights:,} weights" if num_inputs * num_outputs < self.weights else ""
+
+
+FASTER_FROM: dict[Capability, dict[str, FasterFrom]] = {
+    (9, 0): {
+        "fp8_tensorwise": FasterFrom(input=1024),
+        "fp8_rowwise": FasterFrom(input=1024),
+        "fp8_blockwise": FasterFrom(weights=2**23),
+    }
+}
+"""Compute capability -> format of all three GEMMs -> bound. A test compares it with each measurement in plan/tables.
+Routed experts are faster in each format that they have kernels for, at all measured widths. A format that is not listed
+was not measured."""
 
 
 @dataclass(frozen=True)
@@ -27,52 +49,32 @@ class FormatChoice:
 
     module: GemmModule
     formats: GemmFormats
-    reason: str = ""  # why the module has none although the recipe names one; `measured ...` for the gate
-    is_slower: bool = False  # whether the gate is the reason
+    reason: str = ""  # why the module has none although the recipe names one
+    is_slower: bool = False  # whether that is speed
 
 
-def choose_formats(recipe: Recipe, device: str | None, capability: Capability | None = None) -> list[FormatChoice]:
-    """Choose the formats of each module, on a device by its driver's name (None: no table).
-
-    Raises: RecipeError if a table cannot be read.
-    """
-    is_gated = recipe.precision.only_where_faster and recipe.precision.backend != "emulated"
-    tables = tables_for(device, capability) if device is not None and is_gated and recipe.precision.formats else []
-    return [_choose(recipe, module, tables, device or "") for module in gemm_modules(recipe.model)]
+def choose_formats(recipe: Recipe, capability: Capability | None = None) -> list[FormatChoice]:
+    """Choose the formats of each module on GPUs of a compute capability. Without one, none is dropped for speed."""
+    bounds = _bounds(recipe.precision, capability)
+    return [_choose(recipe, module, bounds) for module in gemm_modules(recipe.model)]
 
 
-def _choose(recipe: Recipe, module: GemmModule, tables: list[KernelTable], device: str) -> FormatChoice:
+def _choose(recipe: Recipe, module: GemmModule, bounds: Mapping[str, FasterFrom]) -> FormatChoice:
     formats = recipe.precision.gemm_formats(module.part)
     if formats == IN_COMPUTE:
         return FormatChoice(module, formats)
     if reason := why_kept(recipe, module):
         return FormatChoice(module, IN_COMPUTE, reason)
-    comparable = [_with(table, {"compute", str(formats)}) for table in tables]
-    nearest = find_nearest(comparable, device, operation_of(module.part), shape_of(recipe, module))
-    if nearest is None:
-        return FormatChoice(module, formats)
-    ms = nearest.measured.ms
-    place = "" if nearest.ratio == 1 else f" at {nearest.distance}"
-    times = f"{ms[str(formats)]:.3g} ms, compute {ms['compute']:.3g} ms on {nearest.device}{place}"
-    if ms[str(formats)] > (1 - SMALLEST_GAIN) * ms["compute"]:
-        return FormatChoice(module, IN_COMPUTE, f"{formats} is not faster: {times}", is_slower=True)
-    return FormatChoice(module, formats, f"measured {times}")
+    bound = bounds.get(str(formats), FasterFrom()) if module.part == "linears" else FasterFrom()
+    if reason := bound.why_slower(*widths_of_a_rank(recipe, module)):
+        return FormatChoice(module, IN_COMPUTE, f"{formats} is slower {reason}", is_slower=True)
+    return FormatChoice(module, formats)
 
 
-def operation_of(part: Part) -> str:
-    """The key of `FORMAT_OPERATIONS` for experts or dense linear layers."""
-    return "experts_in_formats" if part == "experts" else "linear_in_formats"
-
-
-def shape_of(recipe: Recipe, module: GemmModule) -> Shape:
-    """The shape of a module's measurements."""
-    if module.part == "linears":
-        return linear_shape(recipe, widths_of_a_rank(recipe, module), ranks_of_tokens(recipe, module))
-    return FORMAT_OPERATIONS["experts_in_formats"].shape(recipe)
-
-
-def _with(table: KernelTable, needed: set[str]) -> KernelTable:
-    return replace(table, measured=tuple(entry for entry in table.measured if needed <= entry.ms.keys()))
+def _bounds(p: PrecisionConfig, capability: Capability | None) -> Mapping[str, FasterFrom]:
+    """What the gate compares with; nothing if it is off."""
+    is_gated = p.only_where_faster and p.backend != "emulated" and capability is not None
+    return FASTER_FROM.get(capability, {}) if is_gated else {}
 
 
 def resolve_backend(precision: PrecisionConfig, capability: Capability | None) -> Literal["native", "emulated"]:
@@ -82,10 +84,10 @@ def resolve_backend(precision: PrecisionConfig, capability: Capability | None) -
     """
     if precision.backend == "emulated":
         return "emulated"
-    where = "this device is no GPU" if capability is None else f"this GPU has {_dotted(capability)}"
+    where = "this device is no GPU" if capability is None else f"this GPU has {dotted(capability)}"
     problems = [
         f'precision.backend = "{precision.backend}" computes {name} on GPUs of compute capability '
-        f"{_dotted(FORMAT_FACTS[name].capability)} and later, and {where}; take precision.backend = "
+        f"{dotted(FORMAT_FACTS[name].capability)} and later, and {where}; take precision.backend = "
         f'"emulated" for its numerics without its speed, or {precision.without_formats}'
         for name in precision.formats
         if capability is None or capability < FORMAT_FACTS[name].capability
@@ -101,7 +103,9 @@ def keep_slower_in_compute(precision: PrecisionConfig, choices: Iterable[FormatC
     return replace(precision, only_where_faster=False, modules_in_compute=(*precision.modules_in_compute, *slower))
 
 
-def describe_formats(recipe: Recipe, choices: Iterable[FormatChoice]) -> list[str]:
+def describe_formats(
+    recipe: Recipe, choices: Iterable[FormatChoice], capability: Capability | None = None
+) -> list[str]:
     """Describe choices: a line for each format and reason, with the names of its modules; none without formats."""
     p = recipe.precision
     if not p.formats:
@@ -115,20 +119,24 @@ def describe_formats(recipe: Recipe, choices: Iterable[FormatChoice]) -> list[st
         for (name, reason), modules in sorted(groups.items(), key=lambda item: item[0][0] == p.compute)
         for names in [_names(modules)]
     ]
-    return [f"{_backend_in_words(p)}; {_gate_in_words(p, groups)}", *lines, f"{p.compute} or finer: {NEVER_ROUNDED}"]
+    return [
+        f"{_backend_in_words(p)}; {_gate_in_words(p, capability)}",
+        *lines,
+        f"{p.compute} or finer: {NEVER_ROUNDED}",
+    ]
 
 
 def _backend_in_words(p: PrecisionConfig) -> str:
     if p.backend == "emulated":
         return "emulated: the numerics of formats without their speed"
-    needs = ", ".join(f"{name} on compute capability {_dotted(FORMAT_FACTS[name].capability)}" for name in p.formats)
+    needs = ", ".join(f"{name} on compute capability {dotted(FORMAT_FACTS[name].capability)}" for name in p.formats)
     return f"native: {needs} and later"
 
 
-def _gate_in_words(p: PrecisionConfig, groups: Mapping[tuple[str, str], list[GemmModule]]) -> str:
+def _gate_in_words(p: PrecisionConfig, capability: Capability | None) -> str:
     if p.backend == "emulated" or not p.only_where_faster:
         return "no format is dropped for speed"
-    is_measured = any(" ms, compute " in reason for _, reason in groups)
+    is_measured = any(str(p.gemm_formats(part)) in _bounds(p, capability) for part in PARTS)
     return "formats only where faster" if is_measured else "speed not measured, so no format is dropped for it"
 
 
@@ -153,7 +161,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _dotted(capability: Capability) -> str:
-    return ".".join(map(str, capability))

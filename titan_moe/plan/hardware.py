@@ -1,4 +1,4 @@
-"""Peak rates, memory and architecture of devices, by the name that the driver reports."""
+"""Peak rates and memory of devices, by the name that the driver reports."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +31,6 @@ KNOWN_DEVICES = (
 Capability = tuple[int, int]
 """CUDA compute capability, major and minor: (9, 0) is sm_90."""
 
-CAPABILITIES: dict[Capability, set[str]] = {
-    (8, 0): {"a30", "a100", "a800"},
-    (9, 0): {"h20", "h100", "h200", "h800", "gh200"},
-    (10, 0): {"b100", "b200", "gb200"},
-}
-"""Compute capability -> words, one of which a device's name contains, in lower case."""
-
 
 def find_hardware(device_name: str) -> Hardware | None:
     """Look up a device by its name (`NVIDIA H200`); None if it is unknown: then there is no MFU."""
@@ -45,10 +38,9 @@ def find_hardware(device_name: str) -> Hardware | None:
     return next((known for known in KNOWN_DEVICES if words.issuperset(known.words)), None)
 
 
-def find_capability(device_name: str) -> Capability | None:
-    """Look up the compute capability of a device by its name; None if it is unknown."""
-    words = _words(device_name)
-    return next((capability for capability, names in CAPABILITIES.items() if words & names), None)
+def dotted(capability: Capability) -> str:
+    """`9.0`."""
+    return ".".join(map(str, capability))
 
 
 def gpus_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:

@@ -58,7 +58,7 @@ def resolve_formats(recipe: Recipe) -> dict[str, GemmFormats]:
 
     The gate for speed is not asked: train/resolve_formats.py has written its answer into the recipe.
     """
-    choices = choose_formats(recipe, device=None)
+    choices = choose_formats(recipe)
     return {choice.module.name: choice.formats for choice in choices if choice.formats != IN_COMPUTE}
 
 

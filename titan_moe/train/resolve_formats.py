@@ -15,9 +15,9 @@ logger = logging.getLogger("titan_moe")
 
 
 def resolve_formats(recipe: Recipe, device: torch.device) -> Recipe:
-    """Choose backend and formats with the tables of rank 0's device, equally for all ranks, and log them.
+    """Choose backend and formats by rank 0's device, equally for all ranks, and log them.
 
-    Raises: RecipeError if the device has no matrix units for a format, or a table cannot be read.
+    Raises: RecipeError if the device has no matrix units for a format.
     """
     if not recipe.precision.formats:
         return recipe
@@ -26,8 +26,8 @@ def resolve_formats(recipe: Recipe, device: torch.device) -> Recipe:
         name, capability = device_name(device), compute_capability(device)
         backend = resolve_backend(recipe.precision, capability)
         resolved = replace(recipe, precision=replace(recipe.precision, backend=backend))
-        choices = choose_formats(resolved, name, capability)
-        logger.info("formats on %s: %s", name, "; ".join(describe_formats(resolved, choices)))
+        choices = choose_formats(resolved, capability)
+        logger.info("formats on %s: %s", name, "; ".join(describe_formats(resolved, choices, capability)))
         return keep_slower_in_compute(resolved.precision, choices) if backend == "native" else resolved.precision
 
     return replace(recipe, precision=run_on_rank_zero(choose))
