@@ -1,20 +1,18 @@
-"""Operations at full size: inputs of real layers, their work, and the implementations to compare.
-
-Inputs are those of `titan-moe tune` wherever it measures the operation.
-"""
+"""Operations at full size: inputs of real layers, their work, and the implementations to compare."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from benchmark_case import Benchmark, Case, Draw, Ops
+from benchmark_case import Benchmark, Case, Ops
 from optimizer_benchmarks import OPTIMIZER_BENCHMARKS
+from random_routing import draw_experts, draw_plan
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.choose import ROUTE_TOKENS
-from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.fp8.mlp import (
     fp8_blockwise_expert_mlp,
     fp8_expert_mlp,
@@ -22,48 +20,35 @@ from titan_moe.kernels.experts.fp8.mlp import (
     quantize_experts_in_blocks,
 )
 from titan_moe.kernels.experts.fused_mlp import with_scores_first
+from titan_moe.kernels.experts.grouped_mm import grouped_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
+from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
-from titan_moe.kernels.permute.rows import full_size_plan
-from titan_moe.kernels.registry import Sample, Tunable, as_one_graph, load_all
+from titan_moe.kernels.registry import Sample, load_all
 from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
 from titan_moe.precision.linears import convert_linear
 
 KERNELS = load_all()
 
 
-def tunable_of(kernel: str) -> Tunable:
-    """How `titan-moe tune` measures the operation."""
-    tunable = KERNELS[kernel].tunable
-    assert tunable is not None
-    return tunable
-
-
-def drawn(kernel: str, **shape: Any) -> Draw:
-    """Inputs as `titan-moe tune` draws them for a shape."""
-    return lambda device: tunable_of(kernel).draw(shape, device)
-
-
-def with_args(draw: Draw, num_args: int, *more: Any) -> Draw:
-    """The first arguments of a drawn sample, and more behind them."""
-
-    def changed(device: torch.device) -> Sample:
-        sample = draw(device)
-        return Sample(sample.name, (*sample.args[:num_args], *more), sample.num_differentiable)
-
-    return changed
-
-
 def half(device: torch.device, *sizes: int) -> Tensor:
     return torch.randn(sizes, device=device, dtype=torch.bfloat16)
 
 
-def eager_and_compiled(kernel: str, ours: str, other: str) -> Ops:
-    """A tunable's candidates, the other one compiled too."""
-    candidates = tunable_of(kernel).candidates
-    plain = candidates[other]
-    return {"titan_moe": candidates[ours], other: plain, f"{other}, compiled": as_one_graph(plain, {})}
+def as_one_graph(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile an operation alone, without graph breaks."""
+    return torch.compile(op, fullgraph=True)
+
+
+def eager_and_compiled(ours: Callable[..., Any], name: str, other: Callable[..., Any]) -> Ops:
+    """Our implementation and another one, which is compiled too."""
+    return {"titan_moe": ours, name: other, f"{name}, compiled": as_one_graph(other)}
+
+
+def of_registry(kernel: str) -> Ops:
+    """An operation of the registry and its reference, which is PyTorch's implementation."""
+    return eager_and_compiled(KERNELS[kernel].op, "torch", KERNELS[kernel].reference)
 
 
 def expert_shape(rows: int, width: int, hidden: int, experts: int, choices: int) -> dict[str, int]:
@@ -77,7 +62,7 @@ EXPERT_SHAPES = {
     "mixtral": expert_shape(16_384, 4096, 14_336, 8, 2),
     "deepseek_v3_ep8": expert_shape(8_192, 7168, 2048, 32, 8),
 }
-"""Expert layers worth timing, as in `plan.kernel_shapes`. `ep8` is the share of one of eight ranks."""
+"""Expert layers worth timing. `ep8` is the share of one of eight ranks."""
 
 
 def experts(shape: dict[str, int]) -> Case:
@@ -85,7 +70,16 @@ def experts(shape: dict[str, int]) -> Case:
     weights = shape["width"] * shape["hidden"]
     flops = 6.0 * shape["slots"] * weights
     moved = 2.0 * (2 * shape["rows"] * shape["width"] + 3 * shape["experts"] * weights)
-    return Case(drawn("fused_expert_mlp", **shape), flops, 3 * flops, moved, 3 * moved)
+
+    def draw(device: torch.device) -> Sample:
+        num_rows, num_experts, width, hidden = (shape[name] for name in ("rows", "experts", "width", "hidden"))
+        plan = draw_plan(num_rows, num_experts, shape["choices"], device)
+        gate_up = half(device, num_experts, 2, hidden, width) / width**0.5
+        down = half(device, num_experts, width, hidden) / hidden**0.5
+        scores_SK = torch.rand(plan[1].shape, device=device)
+        return Sample("", (half(device, num_rows, width), scores_SK, gate_up, down, *plan), 4)
+
+    return Case(draw, flops, 3 * flops, moved, 3 * moved)
 
 
 def experts_in_fp8(shape: dict[str, int]) -> Case:
@@ -159,7 +153,11 @@ def _tensorwise_layer(inputs: int, outputs: int) -> Callable[[Tensor, Tensor], T
 def permute(num_rows: int, num_experts: int) -> Case:
     """Eight experts a row."""
     slots = 8 * num_rows
-    draw = drawn("counting_sort", rows=num_rows, experts=num_experts, choices=8, slots=slots)
+
+    def draw(device: torch.device) -> Sample:
+        ids_SK = draw_experts(num_rows, num_experts, 8, device)
+        return Sample("", (torch.rand(ids_SK.shape, device=device), ids_SK, num_experts, slots), 1)
+
     return Case(draw, 0, 0, 24.0 * slots, 36.0 * slots)
 
 
@@ -167,7 +165,7 @@ def gather_rows(num_rows: int, width: int, num_experts: int, top_k: int) -> Case
     """Rows once and slots once."""
 
     def draw(device: torch.device) -> Sample:
-        rows_R, slots_SK, _ = full_size_plan(num_rows, num_experts, top_k, device, num_rows * top_k)
+        rows_R, slots_SK, _ = draw_plan(num_rows, num_experts, top_k, device)
         return Sample("", (half(device, num_rows, width), rows_R, slots_SK), 1)
 
     moved = 2.0 * num_rows * width * (1 + top_k)
@@ -203,20 +201,32 @@ def flat_routing(route: RouteTokens) -> Callable[[Tensor, Tensor, RoutingRule], 
     return op
 
 
-def rotary(query_heads: int, key_heads: int, norm: str) -> Case:
+def rotary(query_heads: int, key_heads: int, has_norm: bool) -> Case:
     """Queries and keys in and out; backward also reads them before the norm, and moves the values' gradient."""
-    shape = dict(tokens=16_384, sequences=4, query_heads=query_heads, key_heads=key_heads, head_width=128)
+    length, head_dim = 4096, 128  # of four sequences
     queries_and_keys, values = (2.0 * 16_384 * 128 * heads for heads in (query_heads + key_heads, key_heads))
-    backward = (3 if norm == "qk norm" else 2) * queries_and_keys + 2 * values
-    draw = drawn("norm_and_rotate", **shape, norm=norm, pairs="halves")
+    backward = (3 if has_norm else 2) * queries_and_keys + 2 * values
+
+    def draw(device: torch.device) -> Sample:
+        qkv_BNX = half(device, 4, length, (query_heads + 2 * key_heads) * head_dim)
+        weights = [1 + half(device, head_dim) / 8 if has_norm else None for _ in range(2)]
+        frequencies_R = 100.0 ** (-torch.arange(head_dim // 2, device=device) / (head_dim // 2))
+        angles_NR = torch.arange(length, device=device)[:, None] * frequencies_R
+        tables = (1.2 * angles_NR.cos(), 1.2 * angles_NR.sin())
+        return Sample("", (qkv_BNX, *weights, *tables, key_heads, 1e-6, False), 3 if has_norm else 1)
+
     return Case(draw, 0, 0, 2 * queries_and_keys, 2 * queries_and_keys + backward)
 
 
 def head(num_tokens: int, width: int, vocabulary: int) -> Case:
     """Forward also computes the gradients. Each implementation takes chunks of its own size."""
-    draw = drawn("fused_cross_entropy", tokens=num_tokens, width=width, vocabulary=vocabulary, chunk=0)
     flops, moved = 6.0 * num_tokens * width * vocabulary, 4.0 * width * (num_tokens + vocabulary)
-    return Case(with_args(draw, 3), flops, flops, moved, moved)
+
+    def draw(device: torch.device) -> Sample:
+        x_TD, weight_VD = half(device, num_tokens, width), half(device, vocabulary, width) / width**0.5
+        return Sample("", (x_TD, weight_VD, torch.randint(vocabulary, (num_tokens,), device=device)), 2)
+
+    return Case(draw, flops, flops, moved, moved)
 
 
 def softmax_over_parts(num_tokens: int, num_words: int, num_parts: int) -> Case:
@@ -249,13 +259,18 @@ def three_gemms_in_chunks(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> 
 
 
 def accumulate(num_elements: int, bytes_moved: float, is_first: bool) -> Case:
-    draw, moved = drawn("accumulate", elements=num_elements), bytes_moved * num_elements
-    return Case(with_args(draw, 2, is_first), 0, 0, moved, moved)
+    moved = bytes_moved * num_elements
+
+    def draw(device: torch.device) -> Sample:
+        return Sample("", (torch.empty(num_elements, device=device), half(device, num_elements), is_first), 0)
+
+    return Case(draw, 0, 0, moved, moved)
 
 
+FUSED = KERNELS["fused_expert_mlp"].op
 LOSS, HEAD = KERNELS["linear_cross_entropy"], {"qwen3": head(16_384, 2048, 151_936)}
 TORCH_HEADS: Ops = {
-    "with compiled softmax": tunable_of("fused_cross_entropy").compiled(LOSS.op, {}),
+    "with compiled softmax": partial(linear_cross_entropy, softmax=as_one_graph(loss_and_dlogits)),
     "all logits": LOSS.reference,
 }
 ROUTERS = {name: flat_routing(route) for name, route in ROUTE_TOKENS.items()}
@@ -266,7 +281,7 @@ MIXTRAL_EP8 = 2 * 14_336 * 4096
 BENCHMARKS = {
     "fused_expert_mlp": Benchmark(
         {name: experts(shape) for name, shape in EXPERT_SHAPES.items()},
-        eager_and_compiled("fused_expert_mlp", "fused", "grouped_mm"),
+        eager_and_compiled(FUSED, "grouped_mm", with_scores_first(CompositeMLP(grouped_mm))),
     ),
     "fp8_expert_mlp": Benchmark(
         {name: experts_in_fp8(shape) for name, shape in EXPERT_SHAPES.items()},
@@ -275,7 +290,7 @@ BENCHMARKS = {
             "with given codes": with_given_codes(fp8_expert_mlp, 0),
             "blockwise": without_codes(with_scores_first(fp8_blockwise_expert_mlp)),
             "blockwise, with given codes": with_given_codes(fp8_blockwise_expert_mlp, 1),
-            "in bf16": without_codes(tunable_of("fused_expert_mlp").candidates["fused"]),
+            "in bf16": without_codes(FUSED),
         },
     ),
     "fp8_linear": Benchmark(
@@ -289,7 +304,7 @@ BENCHMARKS = {
     ),
     "counting_sort": Benchmark(
         {f"{8 * rows}_of_{size}": permute(rows, size) for rows in (16_384, 32_768) for size in (16, 128)},
-        eager_and_compiled("counting_sort", "triton", "torch"),
+        of_registry("counting_sort"),
     ),
     "gather_rows": Benchmark(
         {"qwen3": gather_rows(16_384, 2048, 128, 8)},
@@ -307,12 +322,12 @@ BENCHMARKS = {
         {
             "titan_moe": ROUTERS["triton"],
             "torch": ROUTERS["torch"],
-            "torch, compiled": as_one_graph(ROUTERS["torch"], {}),
+            "torch, compiled": as_one_graph(ROUTERS["torch"]),
         },
     ),
     "norm_and_rotate": Benchmark(
-        {"qwen3": rotary(32, 4, "qk norm"), "mixtral": rotary(32, 8, "no qk norm")},
-        eager_and_compiled("norm_and_rotate", "triton", "torch"),
+        {"qwen3": rotary(32, 4, True), "mixtral": rotary(32, 8, False)},
+        of_registry("norm_and_rotate"),
     ),
     "linear_cross_entropy": Benchmark(HEAD, {"titan_moe": LOSS.op, **TORCH_HEADS}),
     "fused_cross_entropy": Benchmark(

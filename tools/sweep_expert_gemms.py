@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from kernel_benchmarks import EXPERT_SHAPES
+from random_routing import draw_plan
 from torch import Tensor
 
 from titan_moe.kernels.experts.fp8.packed import BLOCK
@@ -29,7 +30,6 @@ from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.tiles import GemmTiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS, expert_up
 from titan_moe.kernels.experts.weight_grad import DOWN_CUT, UP_CUT, WeightGradTiles, expert_weight_grad
-from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.timing import median_ms
 
 UP_TILES = [
@@ -97,7 +97,7 @@ def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[P
     """Yield the GEMMs of a shape one by one, so that only the inputs of one are in memory."""
     size = EXPERT_SHAPES[shape]
     num_rows, num_experts, width, hidden = (size[name] for name in ("rows", "experts", "width", "hidden"))
-    rows_R, _, offsets_e = full_size_plan(num_rows, num_experts, size["choices"], device, size["slots"])
+    rows_R, _, offsets_e = draw_plan(num_rows, num_experts, size["choices"], device)
     num_slots = rows_R.numel()
 
     def draw(*sizes: int) -> Tensor:

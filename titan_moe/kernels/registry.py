@@ -1,13 +1,12 @@
-"""The list of operations that tests and `titan-moe tune` walk."""
+"""The list of operations that tests and benchmarks walk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -23,29 +22,6 @@ class Sample:
     num_differentiable: int
 
 
-def as_one_graph(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile an operation alone, without graph breaks."""
-    return torch.compile(op, fullgraph=True)
-
-
-@dataclass(frozen=True)
-class Tunable:
-    """An operation whose implementation a recipe chooses, as runs call it; `titan-moe tune` times it.
-
-    Every candidate takes the arguments of a drawn sample and returns all tensors that a run uses: the compiler removes
-    outputs that are not used.
-    """
-
-    operation: str
-    """A field of `config.kernels.Kernels`."""
-    candidates: Mapping[str, Callable[..., Any]]
-    """Value of that field -> implementation, without slow references."""
-    draw: Callable[[Mapping[str, Any], torch.device], Sample]
-    """Draw random bf16 arguments for a shape of `plan.kernel_shapes`."""
-    compiled: Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]] = as_one_graph
-    """Candidate, shape -> the candidate as compiled runs call it."""
-
-
 @dataclass(frozen=True)
 class Kernel:
     """An operation and its reference in plain PyTorch. The tests hold the inputs on which both must agree."""
@@ -55,8 +31,6 @@ class Kernel:
     reference: Callable[..., Output]
     needs_triton: bool = False
     """Whether it runs only on GPUs, and in fp32 in Triton's interpreter."""
-    tunable: Tunable | None = None
-    """How `titan-moe tune` measures the operation, if a recipe chooses its implementation."""
 
 
 KERNELS: dict[str, Kernel] = {}

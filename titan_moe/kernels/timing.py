@@ -1,4 +1,4 @@
-"""Time calls on a GPU: the stopwatches of `titan-moe tune` and of the benchmarks."""
+"""Time calls on a GPU: the stopwatches of benchmarks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -73,8 +73,8 @@ def _choose(recipe: Recipe, module: GemmModule, bounds: Mapping[str, FasterFrom]
 
 def _bounds(p: PrecisionConfig, capability: Capability | None) -> Mapping[str, FasterFrom]:
     """What the gate compares with; nothing if it is off."""
-    is_gated = p.only_where_faster and p.backend != "emulated" and capability is not None
-    return FASTER_FROM.get(capability, {}) if is_gated else {}
+    is_gated = p.only_where_faster and p.backend != "emulated"
+    return FASTER_FROM.get(capability, {}) if is_gated and capability else {}
 
 
 def resolve_backend(precision: PrecisionConfig, capability: Capability | None) -> Literal["native", "emulated"]:

@@ -13,7 +13,7 @@ composite_mlp.py, the sequence of stages.py.
 The operations take named tuples as lists of their tensors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,14 @@ from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
-from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_reference
+from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import MATRICES, ExpertParameter, ExpertWeights, Tensors
-from titan_moe.kernels.permute.rows import full_size_plan, place_scores
-from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
+from titan_moe.kernels.permute.rows import place_scores
+from titan_moe.kernels.registry import Kernel, register
 
 
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
@@ -152,17 +152,11 @@ def with_scores_first(expert_mlp: ExpertMLP) -> Callable[..., Tensor]:
     return op
 
 
-def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
-    num_rows, num_experts, width, hidden = (shape[name] for name in ("rows", "experts", "width", "hidden"))
-    plan = full_size_plan(num_rows, num_experts, shape["choices"], device, shape["slots"])
-    x_SD = torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
-    gate_up = torch.randn(num_experts, 2, hidden, width, device=device, dtype=torch.bfloat16) / width**0.5
-    down = torch.randn(num_experts, width, hidden, device=device, dtype=torch.bfloat16) / hidden**0.5
-    scores_SK = torch.rand(plan[1].shape, device=device)
-    return Sample("", (x_SD, scores_SK, gate_up, down, *plan), 4)
-
-
-_OPS = {"grouped_mm": with_scores_first(CompositeMLP(grouped_mm)), "fused": with_scores_first(fused_expert_mlp)}
-_REFERENCE = with_scores_first(CompositeMLP(grouped_mm_reference))
-_TUNABLE = Tunable("experts", _OPS, _draw)
-register(Kernel("fused_expert_mlp", _OPS["fused"], _REFERENCE, needs_triton=True, tunable=_TUNABLE))
+register(
+    Kernel(
+        "fused_expert_mlp",
+        with_scores_first(fused_expert_mlp),
+        with_scores_first(CompositeMLP(grouped_mm_reference)),
+        needs_triton=True,
+    )
+)

@@ -14,8 +14,7 @@ forward is one op, because otherwise chunks could not share buffers under autogr
 `linear_cross_entropy_reference`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,14 +26,12 @@ from titan_moe.kernels.autocast import as_operand
 from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.loss.cross_entropy import (
     IGNORE_LABEL,
-    linear_cross_entropy,
     linear_cross_entropy_reference,
-    loss_and_dlogits,
     require_words,
 )
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
-from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
+from titan_moe.kernels.registry import Kernel, register
 
 CHUNK_TOKENS = 2048
 ROW_ELEMENTS = 64
@@ -192,23 +189,4 @@ def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk
     return _head(x_TD, weight_VD, labels_T, chunk_tokens)
 
 
-def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
-    num_tokens, width, num_words = (shape[name] for name in ("tokens", "width", "vocabulary"))
-    x_TD = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16)
-    weight_VD = torch.randn(num_words, width, device=device, dtype=torch.bfloat16) / width**0.5
-    return Sample("", (x_TD, weight_VD, torch.randint(num_words, (num_tokens,), device=device), shape["chunk"]), 2)
-
-
-def _compiled(cross_entropy: Callable[..., Tensor], shape: Mapping[str, Any]) -> Callable[..., Tensor]:
-    """The head runs eagerly in a run; of PyTorch's loss only the softmax is compiled."""
-    if cross_entropy is not linear_cross_entropy:
-        return cross_entropy
-    return partial(linear_cross_entropy, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
-
-
-_TUNABLE = Tunable("head", {"torch": linear_cross_entropy, "triton": fused_cross_entropy}, _draw, _compiled)
-register(
-    Kernel(
-        "fused_cross_entropy", fused_cross_entropy, linear_cross_entropy_reference, needs_triton=True, tunable=_TUNABLE
-    )
-)
+register(Kernel("fused_cross_entropy", fused_cross_entropy, linear_cross_entropy_reference, needs_triton=True))

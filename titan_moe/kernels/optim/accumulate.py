@@ -8,15 +8,14 @@ fill tens of thousands of programs. Aim: faster than PyTorch's `add_`.
 bf16 converts to fp32 exactly and the sum is rounded once, so the result has the bits of PyTorch's.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
+from titan_moe.kernels.registry import Kernel, register
 
 BLOCK = 2048
 Accumulate = Callable[[Tensor, Tensor, bool], Tensor]
@@ -77,25 +76,4 @@ def accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> Tensor:
     return total
 
 
-def _two_microbatches(add: Accumulate) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step of two microbatches: overwrite, then add."""
-
-    def op(total: Tensor, addend: Tensor) -> Tensor:
-        add(total, addend, True)
-        return add(total, addend, False)
-
-    return op
-
-
-def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
-    addend = torch.randn(shape["elements"], device=device, dtype=torch.bfloat16)
-    return Sample("", (torch.empty(shape["elements"], device=device), addend), 0)
-
-
-def _eager(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., Any]:
-    """Autograd calls the op outside of compiled graphs."""
-    return op
-
-
-_OPS = {"torch": _two_microbatches(accumulate_reference), "triton": _two_microbatches(accumulate)}
-register(Kernel("accumulate", accumulate, accumulate_reference, tunable=Tunable("gradients", _OPS, _draw, _eager)))
+register(Kernel("accumulate", accumulate, accumulate_reference))

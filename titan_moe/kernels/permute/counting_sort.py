@@ -13,7 +13,7 @@ Assignments of -1, and indices past the last assignment, are counted for one ext
 expert fills get a row and a zero score like all others. The reference is `sort_by_expert`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
-from titan_moe.kernels.permute.rows import full_size_assignments
-from titan_moe.kernels.registry import Kernel, Sample, Tunable, as_one_graph, register
+from titan_moe.kernels.registry import Kernel, register
 
 BLOCK, CHUNK = 512, 1024
 MIN_BINS = 32
@@ -190,18 +189,4 @@ def _scores_first(permute: Permute) -> Callable[..., Permutation]:
     return lambda scores_SK, ids_SK, *sizes: permute(ids_SK, scores_SK, *sizes)
 
 
-def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
-    num_rows, num_experts, top_k = (shape[name] for name in ("rows", "experts", "choices"))
-    ids_SK = full_size_assignments(num_rows, num_experts, top_k, device, shape["slots"])
-    scores_SK = torch.rand(ids_SK.shape, device=device)
-    return Sample("", (scores_SK, ids_SK, num_experts, shape["slots"]), 1)
-
-
-def _compiled(permute: Callable[..., Permutation], shape: Mapping[str, Any]) -> Callable[..., Permutation]:
-    """Permute runs eagerly between a block's compiled pieces; where a block is one graph, inside that graph."""
-    return permute if shape["graph"] == "eager" else as_one_graph(permute, shape)
-
-
-_OPS = {"torch": _scores_first(sort_by_expert), "triton": _scores_first(counting_sort)}
-_TUNABLE = Tunable("permute", _OPS, _draw, _compiled)
-register(Kernel("counting_sort", _OPS["triton"], _OPS["torch"], needs_triton=True, tunable=_TUNABLE))
+register(Kernel("counting_sort", _scores_first(counting_sort), _scores_first(sort_by_expert), needs_triton=True))

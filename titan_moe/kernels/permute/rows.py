@@ -136,26 +136,6 @@ def _assignment_matrix(num_slots: int, slots_SK: Tensor, dtype: torch.dtype) -> 
     return matrix_RS
 
 
-def full_size_assignments(num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int) -> Tensor:
-    """Random routing, to be timed: local experts [S, K], -1 for none.
-
-    With fewer slots than assignments, a random part of these is -1, as if it belonged to other ranks.
-    """
-    ids_SK = torch.rand(num_rows, num_experts, device=device).topk(min(top_k, num_experts)).indices
-    if num_slots < ids_SK.numel():
-        places = torch.rand(ids_SK.numel(), device=device).argsort().view_as(ids_SK)
-        ids_SK = torch.where(places < num_slots, ids_SK, -1)
-    return F.pad(ids_SK, (0, top_k - ids_SK.shape[1]), value=-1)
-
-
-def full_size_plan(
-    num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """rows_R, slots_SK and offsets_e of such routing."""
-    ids_SK = full_size_assignments(num_rows, num_experts, top_k, device, num_slots)
-    return plan_slots(ids_SK, num_experts, min(num_slots, num_rows * min(top_k, num_experts)))[:3]
-
-
 register(Kernel("gather_rows", gather_rows, _gather_rows_reference))
 register(Kernel("sum_slots", sum_slots, _sum_slots_reference))
 register(Kernel("place_scores", place_scores, _place_scores_reference))

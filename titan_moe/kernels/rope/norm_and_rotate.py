@@ -12,14 +12,13 @@ their gradient into zeros and add it, some five passes over X. Saved for backwar
 projection, which is the norm's input. Without a norm the copy lets the projection be freed; a view would keep it alive.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
+from titan_moe.kernels.registry import Kernel, register
 from titan_moe.kernels.rope.backward import empty_gradient, rotary_backward
 from titan_moe.kernels.rope.forward import Heads, empty_heads, rotary_forward
 from titan_moe.kernels.rope.rotation import rotate_halves, rotate_pairs
@@ -92,19 +91,4 @@ def norm_and_rotate(
     )
 
 
-def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
-    num_sequences, num_heads, num_kv_heads, head_dim = (
-        shape[name] for name in ("sequences", "query_heads", "key_heads", "head_width")
-    )
-    width, length = (num_heads + 2 * num_kv_heads) * head_dim, shape["tokens"] // num_sequences
-    qkv_BNX = torch.randn(num_sequences, length, width, device=device, dtype=torch.bfloat16)
-    norms, is_interleaved = shape["norm"] == "qk norm", shape["pairs"] == "neighbours"
-    weights = [1 + torch.randn(head_dim, device=device, dtype=torch.bfloat16) / 8 if norms else None for _ in range(2)]
-    frequencies_R = 100.0 ** (-torch.arange(head_dim // 2, device=device) / (head_dim // 2))
-    angles_NR = torch.arange(length, device=device)[:, None] * frequencies_R
-    tables = (1.2 * angles_NR.cos(), 1.2 * angles_NR.sin())
-    return Sample("", (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
-
-
-_TUNABLE = Tunable("rotary", {"torch": norm_and_rotate_reference, "triton": norm_and_rotate}, _draw)
-register(Kernel("norm_and_rotate", norm_and_rotate, norm_and_rotate_reference, needs_triton=True, tunable=_TUNABLE))
+register(Kernel("norm_and_rotate", norm_and_rotate, norm_and_rotate_reference, needs_triton=True))

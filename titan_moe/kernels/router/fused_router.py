@@ -6,18 +6,16 @@ Physics and reference are in routing.py. Saved for backward are the logits and t
 bytes. The host reads nothing from the device, and no sum depends on the order in which programs run.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_moe.kernels.device import refuse_cpu
-from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
+from titan_moe.kernels.registry import Kernel, register
 from titan_moe.kernels.router.backward import route_backward
 from titan_moe.kernels.router.forward import empty_routing, route_forward
-from titan_moe.kernels.router.logits import RouterLogits, router_logits, router_logits_reference
-from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule, route_tokens_reference
+from titan_moe.kernels.router.routing import Routing, RoutingRule, route_tokens_reference
 
 
 @torch.library.custom_op("titan_moe::route_tokens", mutates_args=())
@@ -88,35 +86,4 @@ def route_tokens(
     return Routing(topk_scores_BNK, topk_ids_BNK, counts_BE, aux_counts_BE, share_sums_BE, z_sum)
 
 
-def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tuple[Tensor, ...]]:
-    """Router logits and routing as a layer runs them: balancing sums without a loss are detached."""
-
-    def op(
-        x_BND: Tensor, weight_ED: Tensor, bias_E: Tensor, rule: RoutingRule, has_aux_loss: bool, has_z_loss: bool
-    ) -> tuple[Tensor, ...]:
-        routing = route(logits(x_BND, weight_ED), bias_E, rule, None)
-        shares_BE = routing.share_sums_BE if has_aux_loss else routing.share_sums_BE.detach()
-        z_sum = routing.z_sum if has_z_loss else routing.z_sum.detach()
-        return *routing[:4], shares_BE, z_sum
-
-    return op
-
-
-def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
-    num_sequences, width, num_experts = (shape[name] for name in ("sequences", "width", "experts"))
-    x_BND = torch.randn(num_sequences, shape["tokens"] // num_sequences, width, device=device, dtype=torch.bfloat16)
-    weight_ED = torch.randn(num_experts, width, device=device, dtype=torch.bfloat16) / width**0.5
-    groups = (shape["groups"], shape["chosen_groups"], shape["group_score"] if shape["groups"] > 1 else "max")
-    rule = RoutingRule(shape["score"], shape["choices"], *groups, shape["weights"] == "normalised")
-    losses = ("aux loss" in shape["losses"], "z loss" in shape["losses"])
-    rule = rule._replace(counts_by_score=losses[0])
-    bias_E = torch.full((num_experts,), 1e-3 if "by score" in shape["losses"] else 0.0, device=device)
-    return Sample("", (x_BND, weight_ED, bias_E, rule, *losses), 2)
-
-
-_OPS = {
-    "torch": _with_logits(router_logits_reference, route_tokens_reference),
-    "triton": _with_logits(router_logits, route_tokens),
-}
-_TUNABLE = Tunable("router", _OPS, _draw)
-register(Kernel("route_tokens", route_tokens, route_tokens_reference, needs_triton=True, tunable=_TUNABLE))
+register(Kernel("route_tokens", route_tokens, route_tokens_reference, needs_triton=True))
