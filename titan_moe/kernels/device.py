@@ -1,4 +1,4 @@
-"""What the driver says of a device: by its name and compute capability, kernels and formats are chosen."""
+"""What the driver says of a device: kernels and formats are chosen by its compute capability."""
 
 import torch
 from torch import Tensor

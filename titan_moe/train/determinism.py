@@ -1,6 +1,6 @@
 """Deterministic mode: two runs of one recipe on one layout have the same bits, on CPUs and on GPUs.
 
-The same means recipe, number of ranks, devices, versions of libraries and tables of kernels. Why bits repeat:
+The same means recipe, number of ranks, devices and versions of libraries. Why bits repeat:
 
 * Seeds: initial weights follow from seed, name and expert; the order of data and stochastic rounding from seed and
   step.
