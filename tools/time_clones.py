@@ -1,4 +1,4 @@
-"""Time whole optimizer steps without clones, with them, and with `expert_clones = "auto"`, under loads of hot experts.
+"""Time whole optimizer steps without clones, and with `expert_clones = "auto"`, under loads of hot experts.
 
     torchrun --nproc-per-node 2 tools/time_clones.py recipes/qwen3_30b_a3b.toml --parallel.ep=2 --model.num_layers=12 \\
         --train.global_batch_sequences=8 --out lines.json
@@ -37,7 +37,7 @@ from titan_moe.train.resolve_kernels import resolve_auto
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
-    parser.add_argument("--clones", nargs="+", default=["0", "2", "auto"], help="values of parallel.expert_clones")
+    parser.add_argument("--clones", nargs="+", default=["off", "auto"], help="values of parallel.expert_clones")
     parser.add_argument("--hot", nargs="+", type=float, default=[0, 1, 2, 3, 4, 0, 0, 0], help="hot experts, by phase")
     parser.add_argument("--steps", type=int, default=24, help="steps of a phase")
     parser.add_argument("--out", type=Path, required=True, help="file for lines of JSON")

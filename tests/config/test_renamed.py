@@ -44,6 +44,16 @@ def test_removed_value_error_says_what_replaces_it(tmp_path: Path, override: str
     assert ('overlap = "tile" inside a node)' in str(refused.value)) is override.endswith("layer")
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides"), [("[parallel]\nexpert_clones = 2\n", []), ("", ["--parallel.expert_clones=0"])]
+)
+def test_a_number_that_is_a_word_now_says_which(tmp_path: Path, text: str, overrides: list[str]) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match='must be one of "off", "auto" .0 is now "off"; for any other take "auto".$'):
+        load_recipe(file, overrides)
+
+
 def test_renamed_key_explain_names_the_new_key() -> None:
     with pytest.raises(RecipeError) as refused:
         explain("perf.optimizer")

@@ -196,7 +196,6 @@ BROKEN = {
         "--parallel.expert_rank_capacity_factor=1.5",
         'parallel.dispatcher = "alltoall", whose sizes are exact; set it to 0, or take "allgather" or "symm_mem"',
     ),
-    "clones_need_other_ranks": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank owns"),
     "graphs_can_be_captured": (
         "--compile.cudagraph=step",
         'of every layer on the host; take "allgather" or "symm_mem", or "local" with parallel.ep = 1, or compile.cuda',
@@ -391,17 +390,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'perf.override.gradients = "triton" adds gradients in bf16 to fp32, not precision.compute = "fp32" to '
             'precision.master = "fp32"; take "bf16" and',
         ),
-        ("--parallel.ep=16 --parallel.expert_clones=2", 16, "exceeds the 1 expert that a rank owns"),
-        (
-            "--parallel.ep=16 --parallel.expert_clones=2",
-            16,
-            "(model.moe.num_experts / parallel.ep = 16 / 16); take 1 (a",
-        ),
-        (
-            "--parallel.ep=1 --parallel.dispatcher=local --parallel.expert_clones=1",
-            8,
-            "parallel.expert_clones = 1 clones experts onto other ranks, but parallel.ep = 1",
-        ),
         (f"{INTERLEAVED} --parallel.accumulate_unsharded=false", 8, "set parallel.accumulate_unsharded = true"),
         (f"{INTERLEAVED} --compile.extent=block", 8, 'take compile.extent = "pieces", or parallel.overlap = "none"'),
         (
@@ -542,11 +530,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "--precision.experts=fp8_rowwise --precision.dgrad=compute --perf.kernels=fused",
             8,
             'precision.experts = "fp8_rowwise" does not support precision.dgrad = "compute"',
-        ),
-        (
-            "--precision.experts=fp8_rowwise --perf.kernels=fused --parallel.expert_clones=1",
-            8,
-            "does not support parallel.expert_clones = 1; take 0",
         ),
         (
             "--precision.linears=fp8_rowwise --precision.compute=fp64 --precision.backend=emulated",
@@ -738,17 +721,14 @@ def test_rules_with_several_cases_refuse_each(
         "--precision.moments=fp8 --precision.master=bf16 --optim.kind=fused_adamw",
         "--precision.moments=fp32 --precision.master=bf16 --optim.kind=fused_adamw",
         "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cpu",  # the reference
-        "--parallel.expert_clones=4",
+        "--parallel.expert_clones=auto",
         "--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",
         "--parallel.dispatcher=hierarchical_symm_mem --parallel.ep_ranks_per_node=2 "
-        "--compile.cudagraph=step --parallel.expert_rank_capacity_factor=1.5 --parallel.expert_clones=1",
-        "--parallel.dispatcher=hierarchical --parallel.ep=8 --parallel.ep_ranks_per_node=2 --parallel.tp=2 "
-        "--parallel.expert_clones=1",
+        "--compile.cudagraph=step --parallel.expert_rank_capacity_factor=1.5 --parallel.expert_clones=auto",
+        "--parallel.dispatcher=hierarchical --parallel.ep=8 --parallel.ep_ranks_per_node=2 --parallel.tp=2",
         f"{INTERLEAVED} --parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",
         "--compile.extent=block --parallel.dispatcher=allgather",
-        "--compile.extent=block --parallel.dispatcher=allgather --parallel.expert_clones=1",
-        "--parallel.dispatcher=symm_mem --parallel.expert_clones=1",
-        f"{INTERLEAVED} --parallel.expert_clones=1",
+        "--parallel.dispatcher=symm_mem --parallel.expert_clones=auto",
         INTERLEAVED,
         f"{INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
         f"{INTERLEAVED} --compile.extent=block --compile.regional=off",
@@ -790,14 +770,14 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.tp=8 --model.attention.num_kv_heads=4",
         "--parallel.tp=2 --parallel.dispatcher=symm_mem --parallel.overlap=tile --compile.cudagraph=step",
         "--parallel.tp=2 --precision.format=fp8_rowwise --perf.attention=flex",
-        f"{INTERLEAVED} --parallel.tp=2 --parallel.expert_clones=1",
+        f"{INTERLEAVED} --parallel.tp=2",
         "--parallel.tp=2 --parallel.dispatcher=allgather --compile.extent=block",
         "--parallel.tp=4 --parallel.dp_replicate=2 --perf.kernels=fused",
         "--parallel.tp=2 --parallel.ep=1 --parallel.dispatcher=local --perf.kernels=grouped_mm",
         "--parallel.etp=2 --parallel.ep=1 --parallel.dispatcher=local",
         "--parallel.etp=2 --parallel.tp=4",
         "--parallel.etp=2 --parallel.dispatcher=symm_mem --parallel.overlap=tile --compile.cudagraph=step",
-        f"{INTERLEAVED} --parallel.etp=2 --parallel.expert_clones=1",
+        f"{INTERLEAVED} --parallel.etp=2",
         "--parallel.etp=2 --parallel.dp_replicate=2 --parallel.ep=2 --compile.extent=block "
         "--parallel.dispatcher=allgather",
         "--parallel.etp=8 --parallel.ep=1 --parallel.dispatcher=local --model.moe.expert_mlp_bias=true",

@@ -30,7 +30,7 @@ from titan_moe.train.build import assemble
 
 one_loss = load("distributed/test_one_loss")
 STEPS = 3
-CLONES = ParallelConfig(ep=4, dispatcher="alltoall", expert_clones=1)
+CLONES = ParallelConfig(ep=4, dispatcher="alltoall", expert_clones="auto")
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def train_with_clones(run: Recipe, num_starved: int, num_steps: int = STEPS) -> 
     ("num_ranks", "parallel", "what", "num_starved"),
     [
         pytest.param(4, CLONES, "none", 4, id="ranks_without_tokens"),
-        pytest.param(4, replace(CLONES, dispatcher="allgather", expert_clones=2), "block", 1, id="allgather-block"),
-        pytest.param(4, replace(CLONES, ep=2, expert_clones=3), "experts", -1, id="edp2-recompute_experts"),
+        pytest.param(4, replace(CLONES, dispatcher="allgather"), "block", 1, id="allgather-block"),
+        pytest.param(4, replace(CLONES, ep=2), "experts", -1, id="edp2-recompute_experts"),
         pytest.param(4, replace(CLONES, ep=2, dp_replicate=2), "none", -1, id="hsdp2x2"),
         pytest.param(2, replace(CLONES, ep=2, accumulate_unsharded=True), "none", 4, id="gathered_once"),
     ],
@@ -121,7 +121,7 @@ def train_with_room(run: Recipe, has_room: bool, num_steps: int = STEPS) -> tupl
     ],
 )
 def test_clones_behind_own_weights_train_as_apart(ranks, dispatcher: str, keeps: bool, what: str) -> None:
-    parallel = replace(CLONES, ep=2, dispatcher=dispatcher, accumulate_unsharded=keeps, expert_clones=2)
+    parallel = replace(CLONES, ep=2, dispatcher=dispatcher, accumulate_unsharded=keeps)
     mixed = PrecisionConfig(compute="bf16", master="fp32", reduce="fp32")
     candidate = one_loss.recipe(parallel, precision=mixed, memory=MemoryConfig(what), micro_batch_sequences=2)
     apart, behind = (ranks(2, train_with_room, candidate, has_room) for has_room in (False, True))
@@ -162,7 +162,7 @@ def train_in_phases(run: Recipe, phases: list[str], cost: int = 0) -> SimpleName
     with (
         mock.patch.multiple(clone_control, **quick),
         mock.patch.object(clones, "COST_SLOTS", 0),
-        mock.patch.object(build, "clone_cost_slots", return_value=cost),
+        mock.patch.object(build, "COST_SLOTS", cost),
         nullcontext() if is_compiled else mock.patch.object(CloningDispatcher, "_plan", plan),
         nullcontext() if is_compiled else mock.patch.object(CloneWeights, "__call__", exchange_weights),
     ):
@@ -219,7 +219,7 @@ MIXED = PrecisionConfig(compute="fp32", master="fp64", reduce="fp64")
     ],
 )
 def test_clones_are_used_while_ranks_are_imbalanced(ranks: Any, parallel: ParallelConfig, changes: Any) -> None:
-    num_ranks, plain = 2 * parallel.etp, replace(parallel, expert_clones=0)
+    num_ranks, plain = 2 * parallel.etp, replace(parallel, expert_clones="off")
     without, followed = (
         ranks(num_ranks, train_in_phases, one_loss.recipe(p, **changes), PHASES) for p in (plain, parallel)
     )
@@ -235,32 +235,31 @@ def test_clones_are_used_while_ranks_are_imbalanced(ranks: Any, parallel: Parall
 
 def test_no_expert_is_cloned_that_costs_more_than_its_rank_has_too_much(ranks: Any) -> None:
     phases, candidate = ["hot"] * 4, one_loss.recipe(AUTO)
-    without = ranks(2, train_in_phases, one_loss.recipe(replace(AUTO, expert_clones=0)), phases)
+    without = ranks(2, train_in_phases, one_loss.recipe(replace(AUTO, expert_clones="off")), phases)
     for expected, trace in zip(without, ranks(2, train_in_phases, candidate, phases, DEAR), strict=True):
         assert_used_while_imbalanced(trace, phases, pays=False)
         torch.testing.assert_close(trace.losses, expected.losses, rtol=1e-9, atol=1e-9)
 
 
-def costs_in(run: Recipe) -> tuple[int, list[int], float | None]:
+def costs_in(run: Recipe) -> tuple[int, list[int], float]:
     """The cost of a clone by the replica slots and by dispatchers, and the load from which clones pay."""
     _, _, parts, _, _, runner = assemble(run, torch.device("cpu"))
     dispatchers = [module.dispatcher for part in parts for module in part.modules() if isinstance(module, MoE)]
-    control = runner.clone_control
     costs = [dispatcher.cloning.cost for dispatcher in dispatchers]
-    return runner.step.replicas.cost, costs, control and control.pays_from
+    return runner.step.replicas.cost, costs, runner.clone_control.pays_from
 
 
-@pytest.mark.parametrize(("number", "cost"), [("auto", 700), (1, 0)])
-def test_auto_counts_what_a_clone_costs_and_a_number_does_not(ranks: Any, number: Any, cost: int) -> None:
-    run = one_loss.recipe(replace(AUTO, expert_clones=number))
+def test_auto_counts_what_a_clone_costs(ranks: Any) -> None:
+    run = one_loss.recipe(AUTO)
     num_slots = run.train.micro_batch_sequences * run.train.seq_len_tokens * run.model.moe.top_k
-    expected = cost, [cost] * run.model.num_moe_layers, 1.2 + cost / num_slots if cost else None
+    expected = clones.COST_SLOTS, [clones.COST_SLOTS] * run.model.num_moe_layers, clones.clones_pay_from(run)
+    assert expected[-1] == pytest.approx(1.1 + 700 / num_slots)
     assert ranks(2, costs_in, run) == [expected] * 2
 
 
 @pytest.mark.parametrize("precision", [one_loss.FP64, MIXED], ids=["fp64", "mixed"])
 def test_replica_slots_that_are_not_used_change_no_bit(ranks: Any, precision: PrecisionConfig) -> None:
-    runs = (one_loss.recipe(p, precision=precision) for p in (replace(AUTO, expert_clones=0), AUTO))
+    runs = (one_loss.recipe(p, precision=precision) for p in (replace(AUTO, expert_clones="off"), AUTO))
     for expected, trace in zip(*(ranks(2, train_in_phases, run, ["even"] * 4) for run in runs), strict=True):
         assert trace.in_use == [0] * 4
         assert (trace.losses, trace.norms) == (expected.losses, expected.norms)

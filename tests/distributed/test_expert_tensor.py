@@ -36,7 +36,7 @@ def alone(ranks: Any) -> dict[int, Any]:
     ("num_ranks", "parallel", "what", "num_starved"),
     [
         pytest.param(4, replace(EP2_ETP2, dispatcher="allgather"), "none", 4, id="ranks_without_tokens-allgather"),
-        pytest.param(4, replace(EP2_ETP2, expert_clones=1), "none", 4, id="ranks_without_tokens-clones"),
+        pytest.param(4, replace(EP2_ETP2, expert_clones="auto"), "none", 4, id="ranks_without_tokens-clones"),
         pytest.param(2, ETP2, "block", -1, id="recompute_block"),
         pytest.param(4, replace(GATHERED, overlap="microbatch"), "none", 4, id="ranks_without_tokens-interleaved"),
     ],

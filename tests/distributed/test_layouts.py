@@ -177,13 +177,15 @@ def sample(seed: int) -> tuple[int, Recipe, str, int]:
             etp=draw.choice(sizes),
             dispatcher=draw.choice(list(DISPATCHERS)),
             overlap=draw.choice(("none", "none", "microbatch")),
-            expert_clones=draw.choice((0, 0, 0, 1, 2)),
+            expert_clones=draw.choice(("off", "off", "off", "auto", "auto")),
             accumulate_unsharded=draw.choice((False, True)),
             reshard_after_forward=draw.choice((True, True, False)),
             reshard_experts_after_forward=draw.choice((True, True, False)),
         )
         if parallel.cp == 1:
             parallel = replace(parallel, cp_kind=ParallelConfig.cp_kind)
+        if parallel.ep == 1 or parallel.pp > 1 or parallel.overlap == "microbatch":
+            parallel = replace(parallel, expert_clones="off")  # which "auto" means there
         if parallel.facts.has_two_levels:
             parallel = replace(parallel, ep_ranks_per_node=draw.choice((2, 4)))
         model, num_starved = draw.choice(MODELS), draw.choice(list(STARVED.values()))

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import clones
 from torch import Tensor
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch._dynamo.utils import counters
@@ -155,7 +156,8 @@ def spoiling_messages() -> Iterator[None]:
 
 def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
     """Run the first steps on this rank; the fields of a Trace."""
-    meshes, _, parts, _, _, step_runner = assemble(run, torch.device("cpu"))
+    with clones.always_used():
+        meshes, _, parts, _, _, step_runner = assemble(run, torch.device("cpu"))
     step = step_runner.step
     if num_starved >= 0:
         for router in step.balancer.routers.values():
@@ -353,10 +355,10 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
         pytest.param(4, replace(TP2_EP2, accumulate_unsharded=True), "mla", {}, id="tp2-dp2-unsharded"),
         pytest.param(
             2,
-            replace(TP2_EP2, accumulate_unsharded=True, overlap="microbatch", expert_clones=1),
+            replace(TP2_EP2, accumulate_unsharded=True, overlap="microbatch"),
             "gqa",
             {},
-            id="tp2-ep2-interleaved-clones",
+            id="tp2-ep2-interleaved",
         ),
         # on CPUs the layers have the collectives and GEMMs that overlap on GPUs, one after the other
         pytest.param(2, OVERLAPPED, "mla", {"memory": MemoryConfig("block")}, id="overlapped-tp2-mla-recompute_block"),
@@ -417,10 +419,10 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
         pytest.param(2, CP2_EP2, "gqa", {"memory": MemoryConfig("block")}, id="cp2-ep2-recompute_block"),
         pytest.param(
             2,
-            replace(CP2_EP2, accumulate_unsharded=True, overlap="microbatch", expert_clones=1),
+            replace(CP2_EP2, accumulate_unsharded=True, overlap="microbatch"),
             "mla",
             {},
-            id="cp2-ep2-interleaved-clones",
+            id="cp2-ep2-interleaved",
         ),
         pytest.param(4, with_gathered_keys(CP2_TP2), "mla", {}, id="cp2-tp2-allgather-mla"),
         pytest.param(4, replace(CP2_EP2, accumulate_unsharded=True), "mla", {}, id="cp2-dp2-ep2-edp2-unsharded"),
@@ -450,10 +452,10 @@ def causal_alone(ranks) -> Callable[[str], Trace]:
         pytest.param(2, RING_EP2, "gqa", {"memory": MemoryConfig("block")}, id="cp2-ep2-recompute_block"),
         pytest.param(
             2,
-            replace(RING_EP2, accumulate_unsharded=True, overlap="microbatch", expert_clones=1),
+            replace(RING_EP2, accumulate_unsharded=True, overlap="microbatch"),
             "gqa",
             {},
-            id="cp2-ep2-interleaved-clones",
+            id="cp2-ep2-interleaved",
         ),
         pytest.param(4, replace(RING_EP2, cp=4, ep=4), "gqa", {}, id="cp4-ep4-gqa"),
         pytest.param(4, replace(RING, tp=2), "gqa-shared", {}, id="cp2-tp2-gqa-shared"),
@@ -561,20 +563,20 @@ GATHERED_EP2 = ParallelConfig(ep=2, accumulate_unsharded=True)
 GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
 
 
-@pytest.mark.few("dp2-ep2-alltoall", "dp4-ep4-2x2-clones")
+@pytest.mark.few("dp2-ep2-alltoall", "dp4-ep4-2x2")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "dispatcher", "what", "num_starved"),
     [
         pytest.param(2, GATHERED_EP2, "alltoall", "none", -1, id="dp2-ep2-alltoall"),
         pytest.param(4, GATHERED_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
-        pytest.param(4, replace(GATHERED_HSDP, expert_clones=1), "alltoall", "experts", 4, id="clones"),
+        pytest.param(4, GATHERED_HSDP, "alltoall", "experts", 4, id="ranks_without_tokens"),
         pytest.param(
             4,
-            replace(GATHERED_EP2, ep=4, ep_ranks_per_node=2, expert_clones=1),
+            replace(GATHERED_EP2, ep=4, ep_ranks_per_node=2),
             "hierarchical",
             "experts",
             4,
-            id="dp4-ep4-2x2-clones",
+            id="dp4-ep4-2x2",
         ),
     ],
 )

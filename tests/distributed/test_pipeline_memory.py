@@ -48,8 +48,8 @@ def joined(answers: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("changes", "num_layers"),
-    [({}, 3), ({"expert_clones": 1, **V}, 5), ({**PAIRS, **TWO_NODES}, 5)],
-    ids=["1f1b", "zbv-clones", "dualpipev-pairs"],
+    [({}, 3), ({**PAIRS, **TWO_NODES}, 5)],
+    ids=["1f1b", "dualpipev-pairs"],
 )
 def test_pipelines_share_memory_and_train_as_one_process(
     ranks: Any, tmp_path: Path, changes: dict[str, Any], num_layers: int

@@ -161,11 +161,11 @@ LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
 
 
 @pytest.mark.few(
-    "1f1b_tp_clones",
+    "1f1b_tp",
     "interleaved_sharded_tied",
     "interleaved_empty_stage",
     "alltoall",
-    "allgather_clones",
+    "allgather",
     "cp_etp",
     "hierarchical",
 )
@@ -174,7 +174,7 @@ LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
     [
         pytest.param("gqa", LOOP, id="1f1b"),
         pytest.param("gqa-tied", {**LOOP, "pp": 4, "dispatcher": "allgather"}, id="1f1b_four_ranks_tied"),
-        pytest.param("mla", {**LOOP, "dp_shard": 2, "tp": 2, "expert_clones": 1}, id="1f1b_tp_clones"),
+        pytest.param("mla", {**LOOP, "dp_shard": 2, "tp": 2}, id="1f1b_tp"),
         pytest.param("gqa-tied", {**LOOPS, "dp_shard": 4}, id="interleaved_sharded_tied"),
         pytest.param("gqa", {**LOOPS, "pp": 4}, id="interleaved_four_ranks"),
         pytest.param("gqa-window", {**LOOPS, "vpp": 3, "pp_layout": "E|tt|t*4||tt|L"}, id="interleaved_empty_stage"),
@@ -185,7 +185,7 @@ LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
         ),
         pytest.param("gqa", {}, id="alltoall"),
         pytest.param("gqa", {"pp": 4}, id="four_ranks"),
-        pytest.param("mla-latent-gate", {"dispatcher": "allgather", "expert_clones": 1}, id="allgather_clones"),
+        pytest.param("mla-latent-gate", {"dispatcher": "allgather"}, id="allgather"),
         pytest.param("gqa-tied", {"dp_shard": 4}, id="sharded_tied"),
         pytest.param("gqa", {"pp_layout": "E|t*5|ttt|L"}, id="stages_without_layers"),
         pytest.param("gqa-window", {"tp": 2}, id="tp"),

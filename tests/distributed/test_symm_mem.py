@@ -140,13 +140,15 @@ def alone(ranks: Any) -> Any:
     ("num_ranks", "parallel", "what"),
     [
         pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
-        pytest.param(4, replace(EP2, etp=2, expert_clones=1), "experts", id="dp4-ep2-etp2-clones-recompute_experts"),
+        pytest.param(
+            4, replace(EP2, etp=2, expert_clones="auto"), "experts", id="dp4-ep2-etp2-clones-recompute_experts"
+        ),
         pytest.param(2, replace(EP2, tp=2), "none", id="tp2-ep2"),
         pytest.param(4, replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-ep2-recompute_experts"),
-        pytest.param(2, replace(EP2, expert_clones=1), "block", id="dp2-ep2-clones-recompute_block"),
+        pytest.param(2, replace(EP2, expert_clones="auto"), "block", id="dp2-ep2-clones-recompute_block"),
         pytest.param(2, replace(EP2, cp=2), "none", id="cp2-ep2"),
         pytest.param(
-            4, replace(TWO_NODES, tp=2, expert_clones=1), "block", id="tp2-dp2-ep4-2x2-clones-recompute_block"
+            4, replace(TWO_NODES, tp=2, expert_clones="auto"), "block", id="tp2-dp2-ep4-2x2-clones-recompute_block"
         ),
     ],
 )
@@ -161,7 +163,7 @@ def test_symm_mem_trains_as_one_process(
 def test_symm_mem_clones_behind_own_weights_train_as_apart(ranks: Any, tmp_path: Path) -> None:
     """Two microbatches, whose clones differ, share the copies of own weights."""
     mixed = PrecisionConfig(compute="fp32", master="fp64", reduce="fp64")
-    candidate = one_loss.recipe(replace(EP2, expert_clones=2, accumulate_unsharded=True), precision=mixed)
+    candidate = one_loss.recipe(replace(EP2, expert_clones="auto", accumulate_unsharded=True), precision=mixed)
     candidate = replace(candidate, train=replace(candidate.train, micro_batch_sequences=one_loss.SEQUENCES // 4))
     answers = []
     for has_room in (False, True):
@@ -183,7 +185,7 @@ def test_symm_mem_clones_are_used_while_ranks_are_imbalanced(
     phases = ["even", "hot", "hot", "even", "even", "even"]
     auto = replace(EP2, overlap=overlap, expert_rank_capacity_factor=2.0, expert_clones="auto")
     answers = []
-    for number in (0, "auto"):
+    for number in ("off", "auto"):
         folder = tmp_path / str(number)
         folder.mkdir()
         candidate = in_one_microbatch(with_fused_experts(replace(auto, expert_clones=number)), num_ranks=2)
@@ -220,7 +222,7 @@ def test_symm_mem_tile_overlap_trains_as_one_process(ranks: Any, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "parallel", [replace(EP2, etp=2), replace(EP2, expert_clones=1)], ids=["dp4-ep2-etp2", "dp2-ep2-clones"]
+    "parallel", [replace(EP2, etp=2), replace(EP2, expert_clones="auto")], ids=["dp4-ep2-etp2", "dp2-ep2-clones"]
 )
 def test_symm_mem_arena_follows_the_load_and_trains_as_one_process(
     ranks: Any, tmp_path: Path, parallel: ParallelConfig
@@ -231,7 +233,7 @@ def test_symm_mem_arena_follows_the_load_and_trains_as_one_process(
     candidate, of_folder = in_one_microbatch(with_fused_experts(parallel), num_ranks), (str(tmp_path), "following")
     for fields, num_clones, factors, num_arenas in ranks(num_ranks, on_files, *of_folder, "follow_load", candidate, 2):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
-        assert min(factors) >= 1.0 and num_arenas == 1 and (num_clones > 0) == (parallel.expert_clones == 1)
+        assert min(factors) >= 1.0 and num_arenas == 1 and (num_clones > 0) == (parallel.has_clones)
 
 
 def test_symm_mem_arena_overflow_takes_the_step_again(ranks: Any, tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ def test_symm_mem_interleaved_microbatches_train_as_one_process(
 
 def test_symm_mem_block_graphs_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
     """test_hierarchical_symm_mem.py has graphs of two levels."""
-    parallel = replace(EP2, expert_clones=1)
+    parallel = replace(EP2, expert_clones="auto")
     whole = one_loss.recipe(parallel, compile=CompileConfig("on", extent="block"))
     candidate, of_folder = in_one_microbatch(whole, parallel.ep), (str(tmp_path), "one_loss", "train_compiled")
     for fields in ranks(parallel.ep, on_files, *of_folder, candidate, -1, STEPS):

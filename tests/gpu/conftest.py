@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import clones
 from support.rank_worker import release_groups
 
 from titan_moe import cli
@@ -43,7 +44,7 @@ def open_store() -> dist.TCPStore:
 
 def run_as_rank(words: list[str], port: int) -> int:
     """A command's exit code on one of torchrun's ranks."""
-    with as_rank(port):
+    with as_rank(port), clones.always_used():
         return cli.main(words)
 
 

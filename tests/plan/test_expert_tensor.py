@@ -82,7 +82,7 @@ def test_etp_shared_bytes_are_what_the_dispatcher_opens() -> None:
     assert shared_bytes_per_rank(recipe) == pytest.approx(opened, abs=1024)
     few = replace(recipe.train, seq_len_tokens=1, micro_batch_sequences=1)
     cloning = replace(
-        recipe, parallel=replace(EP4_ETP2, expert_clones=2), train=few, metrics=MetricsConfig(sample_tokens=0)
+        recipe, parallel=replace(EP4_ETP2, expert_clones="auto"), train=few, metrics=MetricsConfig(sample_tokens=0)
     )
     opened = clone_bytes(4, 2, 2, 3 * 64 * 16, torch.bfloat16)
     assert shared_bytes_per_rank(cloning) == pytest.approx(opened, abs=1024)

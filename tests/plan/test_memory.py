@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from titan_moe.config import Recipe
+from titan_moe.config.clones import num_clones
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig
@@ -117,11 +118,10 @@ def test_shared_bytes_hold_the_weights_of_clones() -> None:
         train=few_tokens,
     )
     moe, rows = MODEL.moe, shared_bytes_per_rank(recipe)
-    for num_replicas in (1, moe.num_experts // 4):
-        lending = replace(recipe, parallel=replace(recipe.parallel, expert_clones=num_replicas))
-        elements = 3 * MODEL.hidden_size * moe.ffn_hidden_size
-        opened = clone_bytes(4, moe.num_experts // 4, num_replicas, elements, torch.bfloat16)
-        assert opened > rows and shared_bytes_per_rank(lending) == pytest.approx(opened, abs=1024)
+    lending = replace(recipe, parallel=replace(recipe.parallel, expert_clones="auto"))
+    elements = 3 * MODEL.hidden_size * moe.ffn_hidden_size
+    opened = clone_bytes(4, moe.num_experts // 4, num_clones(lending), elements, torch.bfloat16)
+    assert opened > rows and shared_bytes_per_rank(lending) == pytest.approx(opened, abs=1024)
 
 
 def test_max_batch_tokens_may_be_the_sample() -> None:

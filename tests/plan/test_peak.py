@@ -219,8 +219,8 @@ def test_microbatches_in_flight_are_in_the_peak_of_a_pipeline_rank() -> None:
 def test_what_waits_for_weight_gradients_is_in_the_peak() -> None:
     """In an arena, or in tensors with room for the worst case, while what attention kept is freed."""
     words = ["--parallel.pp=4", "--parallel.vpp=2", "--parallel.pp_schedule=zbv", "--train.micro_batch_sequences=1"]
-    words += ["--parallel.accumulate_unsharded=true", "--train.global_batch_sequences=64", "--parallel.expert_clones=0"]
-    words += ["--compile.cudagraph=off"]
+    words += ["--parallel.accumulate_unsharded=true", "--train.global_batch_sequences=64"]
+    words += ["--parallel.expert_clones=off", "--compile.cudagraph=off"]
     file = RECIPES / "qwen3_30b_a3b.toml"
     in_arena, worst = (load_recipe(file, [*words, f"--parallel.expert_rank_capacity_factor={c}"]) for c in (1.5, 0))
     more = {}
@@ -238,7 +238,7 @@ def test_what_waits_for_weight_gradients_is_in_the_peak() -> None:
 def test_what_attention_kept_is_freed_before_weight_gradients_in_an_arena() -> None:
     """If linear layers compute theirs at once."""
     words = ["--parallel.pp=4", "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_zero_bubble"]
-    words += ["--train.micro_batch_sequences=1", "--train.global_batch_sequences=64", "--parallel.expert_clones=0"]
+    words += ["--train.micro_batch_sequences=1", "--train.global_batch_sequences=64", "--parallel.expert_clones=off"]
     words += ["--parallel.accumulate_unsharded=true", "--compile.cudagraph=off"]
     part, other = (
         parts_of(load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--compile.regional={compiles}"]), 32)[2]
@@ -263,7 +263,7 @@ def test_a_pool_is_what_a_snapshot_of_it_has() -> None:
 
 def test_what_is_gathered_second_lies_where_the_share_of_the_first_was_or_behind() -> None:
     """Embedding and head, then a block, or a block, then its experts, as FSDP gathers them; nothing on one rank."""
-    words = ["--model.num_layers=2", "--parallel.ep=4", "--parallel.expert_clones=0", "--compile.cudagraph=step"]
+    words = ["--model.num_layers=2", "--parallel.ep=4", "--parallel.expert_clones=off", "--compile.cudagraph=step"]
     gathered = {}
     for name, num_ranks, vocabulary in (("within", 4, 151_936), ("behind", 4, 2048), ("experts", 8, 2048)):
         recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--model.vocab_size={vocabulary}"])

@@ -46,7 +46,7 @@ def test_a_fraction_of_tokens_has_one_hot_expert_more(timing: ModuleType) -> Non
 def test_clones_are_timed_on_the_host(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     layout = ["--parallel.ep=2", "--parallel.dispatcher=allgather", "--train.global_batch_sequences=4"]
-    options = ["--clones", "0", "1", "--hot", "0", "1", "--steps=2", f"--out={tmp_path / 'lines.json'}", *layout]
+    options = ["--hot", "0", "1", "--steps=2", f"--out={tmp_path / 'lines.json'}", *layout]
     subprocess.run(
         [*command, f"{TOOLS}/time_clones.py", str(TINY), *options],
         check=True,
@@ -54,7 +54,7 @@ def test_clones_are_timed_on_the_host(tmp_path: Path) -> None:
     )
     lines = [json.loads(line) for line in (tmp_path / "lines.json").read_text().splitlines()]
     results = [(line["jobs"], line["result"]) for line in lines]
-    assert [jobs for jobs, _ in results] == [["0"]] * 2 + [["1"]] * 2
+    assert [jobs for jobs, _ in results] == [["off"]] * 2 + [["auto"]] * 2
     for (_, without), (_, with_clones) in zip(results[:2], results[2:], strict=True):
         assert without["replica_slots_in_use"] == 0 and with_clones["replica_slots_in_use"] == 1
         assert with_clones["loss"] == pytest.approx(without["loss"], rel=1e-4)

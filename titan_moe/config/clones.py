@@ -25,22 +25,14 @@ MIN_SLOTS = 5_000
 MIN_TFLOP = 1.4
 """Operations of a rank's experts for a microbatch in a layer from which clones may pay, an estimate: barriers and
 launches take 0.5 to 0.9 ms of an exchange, with clones or without."""
-PAYS_FROM = 1.2
+PAYS_FROM = 1.1
 """Load of the busiest rank over the mean from which clones save more than they take (tools/RESULTS.md, section 7)."""
 
 
 def num_clones(recipe: Recipe) -> int:
     """Return the number of replica slots of a rank, in use or not; "auto" must be resolved first."""
     p = recipe.parallel
-    if not p.has_auto_clones:
-        return p.fixed_expert_clones
-    return min(NUM_CLONES, max(recipe.model.moe.num_experts // p.ep // 2, 1))
-
-
-def clone_cost_slots(recipe: Recipe) -> int:
-    """Return by how many slots a rank must exceed the mean to pass some to a clone: what a clone costs; 0 for a number
-    of them, where a twentieth of the mean decides alone."""
-    return COST_SLOTS if recipe.parallel.has_auto_clones else 0
+    return min(NUM_CLONES, max(recipe.model.moe.num_experts // p.ep // 2, 1)) if p.has_clones else 0
 
 
 def clones_pay_from(recipe: Recipe) -> float:
@@ -55,7 +47,7 @@ def _tflop_of_a_rank(recipe: Recipe) -> float:
 
 
 def why_no_clones(recipe: Recipe, world_size: int) -> str:
-    """The first reason why "auto" means 0; empty if it has replica slots."""
+    """The first reason why "auto" means "off"; empty if it has replica slots."""
     return next(_reasons(recipe, world_size), "")
 
 
@@ -90,6 +82,6 @@ def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def resolve_clones(recipe: Recipe, world_size: int) -> Recipe:
-    """Replace "auto" by 0 where it has no replica slots."""
-    is_zero = recipe.parallel.has_auto_clones and why_no_clones(recipe, world_size)
-    return replace(recipe, parallel=replace(recipe.parallel, expert_clones=0)) if is_zero else recipe
+    """Replace "auto" by "off" where it has no replica slots."""
+    is_off = recipe.parallel.has_clones and why_no_clones(recipe, world_size)
+    return replace(recipe, parallel=replace(recipe.parallel, expert_clones="off")) if is_off else recipe

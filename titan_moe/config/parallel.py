@@ -133,15 +133,18 @@ class ParallelConfig:
     experts are fused and an ep group shares memory, the capacity is that of all layers together, for what backward
     needs (the arena); otherwise it is that of each layer. "auto" follows the need of past steps, with a margin, up to
     what memory holds; the first steps run without a bound. A number is a fixed bound. 0 allocates the worst case."""
-    expert_clones: int | Literal["auto"] = 0
-    """Replica slots of a rank. For every exchange in which a rank has more than 1.05 times the mean load, hot experts
-    are cloned onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO). Results stay
-    exact. 0 disables clones. "auto" has up to 2 replica slots, in use only while the ranks of recent steps are
-    imbalanced enough, and only in exchanges where a rank exceeds the mean by more slots than a clone costs. It means 0,
-    and `titan-moe check` says so, without shared memory in an ep group; with microbatches that are small or in flight
-    together; with experts that are sharded, in fp8, recomputed or in precision.master; with blocks as graphs; and
-    without a capacity bound. Over symmetric memory a rank receives up to expert_clones experts of a layer in forward
-    and sends as many gradients in backward; with collectives (ep - 1) times as many."""
+    expert_clones: Literal["off", "auto"] = "off"
+    """Clone hot experts onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO).
+    Results stay exact.
+
+    `off`: No clones.
+    `auto`: Up to 2 replica slots of a rank, in use only while the ranks of recent steps are imbalanced enough. Then
+    experts are cloned for every exchange in which a rank has more than 1.05 times the mean load and exceeds it by more
+    slots than a clone costs. A rank receives up to as many experts of a layer in forward as it has replica slots, and
+    sends as many gradients in backward. It means "off", and `titan-moe check` says so, without shared memory in an ep
+    group; with microbatches that are small or in flight together; with experts that are sharded, in fp8, recomputed or
+    in precision.master; with blocks as graphs; and without a capacity bound.
+    """
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs
     more memory and saves one all-gather a block."""
@@ -175,14 +178,9 @@ class ParallelConfig:
         return 0.0 if isinstance(factor, str) else factor
 
     @property
-    def has_auto_clones(self) -> bool:
-        """Whether replica slots, if there are any, are in use only while ranks are imbalanced."""
+    def has_clones(self) -> bool:
+        """Whether ranks have replica slots, unless `config/clones.py` finds a reason against them."""
         return self.expert_clones == "auto"
-
-    @property
-    def fixed_expert_clones(self) -> int:
-        """The replica slots that the recipe gives; 0 for `auto`, whose number is in config/clones.py."""
-        return 0 if isinstance(self.expert_clones, str) else self.expert_clones
 
     @property
     def facts(self) -> DispatcherFacts:

@@ -18,7 +18,7 @@ class ReplicaSlots:
     `are_used` changes between steps only, on all ranks alike. A compiled graph and a recording hold for one value.
     """
 
-    def __init__(self, number: int = 0, *, are_used: bool = True, cost: int = 0) -> None:
+    def __init__(self, number: int = 0, *, are_used: bool = False, cost: int = 0) -> None:
         """`number` is that of a layer on a rank; `cost` as for `plan_clones`."""
         self.number, self.are_used, self.cost = number, are_used, cost
 

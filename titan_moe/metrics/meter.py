@@ -133,7 +133,7 @@ class Meter:
             record["graph_recordings"] = num_recordings
         if needed_factor:
             record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
-        if self.recipe.parallel.expert_clones:
+        if self.recipe.parallel.has_clones:
             record["expert_clones"] = num_replicas
         if self.recipe.data.bad_rows == "skip":
             record["bad_rows"] = num_bad_rows

@@ -63,7 +63,7 @@ def apply(
                     keeps=config.accumulate_unsharded or config.pp > 1,  # one copy for all microbatches in flight
                     gradients=gradients,
                     delay_weight_grads_of_experts=delay_weight_grads_of_experts,
-                    room=_room(replicas, config),
+                    room=replicas,
                 )
                 unsharded.update(experts.parameters())
             else:
@@ -85,13 +85,6 @@ def _mixed_precision(precision: PrecisionConfig) -> MixedPrecisionPolicy:
         reduce_dtype=None if precision.reduce == precision.compute else DTYPES[precision.reduce],
         cast_forward_inputs=False,  # routing scores must stay fp32
     )
-
-
-def _room(replicas: ReplicaSlots | None, config: ParallelConfig) -> ReplicaSlots | None:
-    """Replica slots behind the copies of experts. Microbatches that are in flight together, interleaved or in a
-    pipeline, share a kept copy, and have different clones."""
-    is_alone = config.overlap != "microbatch" and config.pp == 1
-    return replicas if is_alone else None
 
 
 def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:

@@ -161,10 +161,10 @@ def _nodes(world_size: int) -> str:
 
 def _clones(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     """What `expert_clones = "auto"` means."""
-    if not recipe.parallel.has_auto_clones:
+    if not recipe.parallel.has_clones:
         return []
     if reason := why_no_clones(recipe, world_size):
-        return [("clones", f'"auto" means 0: {reason}')]
+        return [("clones", f'"auto" means "off": {reason}')]
     gib = replica_bytes_per_rank(recipe) / 2**30
     slots = f"{counted(num_clones(recipe), 'replica slot')} of a rank in each layer"
     used = f"used while the busiest rank has more than {clones_pay_from(recipe):.3g} times the mean load"

@@ -9,7 +9,7 @@ from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
-from titan_moe.config.clones import clone_cost_slots, clones_pay_from, num_clones
+from titan_moe.config.clones import COST_SLOTS, clones_pay_from, num_clones
 from titan_moe.config.context import ring_backend
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig
@@ -98,7 +98,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         schedule,
         recipe.compile.cudagraph,
         control=_capacity_control(recipe, memory),
-        clone_control=CloneControl(clones_pay_from(recipe)) if recipe.parallel.has_auto_clones else None,
+        clone_control=CloneControl(clones_pay_from(recipe)) if recipe.parallel.has_clones else None,
         forced_step=_force_load(parts, recipe, device),
         memory=memory,
     )
@@ -198,19 +198,18 @@ def build_parts(
 
 
 def replica_slots(recipe: Recipe) -> ReplicaSlots:
-    """The replica slots of all layers; those of "auto" are not used at first."""
-    is_auto = recipe.parallel.has_auto_clones
-    return ReplicaSlots(num_clones(recipe), are_used=not is_auto, cost=clone_cost_slots(recipe))
+    """The replica slots of all layers, which are not used at first."""
+    return ReplicaSlots(num_clones(recipe), cost=COST_SLOTS)
 
 
 def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
     """Whether weight gradients of experts are computed while gradients of rows are sent.
 
-    Not with clones, whose own gradients are sent, nor with recompute or block graphs, which fix another order.
+    Not with recompute or block graphs, which fix another order.
     """
     p, is_fused = recipe.parallel, recipe.perf.chosen_kernels.experts == "fused"
     fixes_order = recipe.memory.recompute != "none" or recipe.compile.compiles_blocks(device.type)
-    return p.overlap == "microbatch" and is_fused and not num_clones(recipe) and not fixes_order
+    return p.overlap == "microbatch" and is_fused and not fixes_order
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

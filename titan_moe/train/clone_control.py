@@ -5,7 +5,7 @@ from collections import deque
 
 WINDOW_STEPS = 16
 """Recent steps whose imbalance is averaged."""
-HYSTERESIS = 0.1
+HYSTERESIS = 0.05
 """So far below the load from which clones pay, replica slots in use stay in use."""
 STEPS_BETWEEN_CHANGES = 100
 """The least number of steps between two changes: each releases what was recorded."""

@@ -50,7 +50,7 @@ class StepRunner:
         memory: PeakMemory | None = None,
     ) -> None:
         """`extent` is the recipe's `compile.cudagraph`. Without `control` the capacity factor is the recipe's, and
-        without `clone_control` replica slots are always used. A forced load reads its step, from 0, from
+        without `clone_control` replica slots stay as they are. A forced load reads its step, from 0, from
         `forced_step`. `memory` must be the one that `control` reads."""
         self.step, self.schedule = step, schedule
         self.memory = memory or PeakMemory(step.capacity)

@@ -245,7 +245,6 @@ FUSED = PerfConfig(kernels="fused")
             id="tile",
         ),
         pytest.param("gqa", {"parallel": SYMM_MEM}, {"attention", "dense", "experts", "shared"}, id="grouped"),
-        pytest.param("gqa", {"parallel": replace(ZBV, expert_clones=1)}, {"attention", "dense", "shared"}, id="clones"),
         pytest.param(
             "gqa",
             {"parallel": replace(SYMM_MEM, overlap="tile"), "perf": FUSED, "compile": CompileConfig("on")},

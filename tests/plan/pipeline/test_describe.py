@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,6 @@ COLLECTIVES = ("--parallel.dispatcher=alltoall", "--parallel.overlap=none")
         pytest.param("zbv", 2, (), "59.8", ["12.6", "7.58"], id="zbv"),
         pytest.param("zbv", 2, ("--parallel.overlap=none",), "59.8", ["12.6", "7.58"], id="zbv_arena"),
         pytest.param("dualpipev", 2, (), "59.8", ["17.5", "13.4"], id="dualpipev"),
-        pytest.param("zbv", 2, ("--parallel.expert_clones=1",), "0", ["20.4", "7.58"], id="zbv_clones"),
         pytest.param("zbv", 2, COLLECTIVES, "59.8", ["12.6", "7.58"], id="zbv_alltoall"),
         pytest.param("zbv", 2, (*COLLECTIVES, "--compile.regional=off"), "89.7", ["9.66", "7.58"], id="zbv_eager"),
         pytest.param("zbv", 2, (*COLLECTIVES, "--perf.kernels=grouped_mm"), "0", ["20.4", "7.58"], id="zbv_grouped"),
@@ -92,17 +90,15 @@ def test_the_bubble_is_that_of_the_weight_gradients_that_are_delayed(
 def test_check_says_why_weight_gradients_are_not_delayed() -> None:
     settings = ["--parallel.pp=4", "--parallel.pp_schedule=zbv", "--parallel.vpp=2"]
     settings += ["--parallel.accumulate_unsharded=true", "--train.micro_batch_sequences=1"]
-    settings += ["--parallel.expert_clones=1"]
-    recipe = load_recipe(QWEN3, [*settings, "--train.global_batch_sequences=64"])
+    settings += ["--train.global_batch_sequences=64", "--compile.cudagraph=off", *COLLECTIVES]
+    recipe, delayed = (load_recipe(QWEN3, [*settings, f"--perf.kernels={name}"]) for name in ("grouped_mm", "fused"))
     lines = [line.strip() for line in describe(recipe, 32).splitlines()]
     start = lines.index(
-        "weight gradients: 0 % delayed, by FLOPs; not those of attention (in compiled graphs; delayed with "
-        'compile.regional = "off"); routed experts (one operation sends the gradients of clones and of rows; delayed '
-        "with parallel.expert_clones = 0); head (its loss computes them in forward)"
+        "weight gradients: 0 % delayed, by FLOPs; not those of attention and routed experts (in compiled graphs; "
+        'delayed with compile.regional = "off"); head (its loss computes them in forward)'
     )
     hint = 'hint: pp_schedule = "interleaved_1f1b" has whole backwards, and a bubble of 15.7 %'
     assert lines[start + 1] == hint, "1f1b has a larger one than zbv"
-    delayed = replace(recipe, parallel=replace(recipe.parallel, expert_clones=0))
     assert "has whole backwards" not in describe(delayed, 32), "12.6 % with zbv"
 
 
@@ -185,13 +181,12 @@ def test_microbatches_in_flight_have_places_in_the_arena() -> None:
 def test_delayed_weight_gradients_have_places_in_the_arena() -> None:
     """Of gradients of rows, as wide as rows, and of activations, half as wide as hidden states."""
     settings = ["--parallel.pp=4", "--parallel.vpp=2", "--parallel.accumulate_unsharded=true"]
-    settings += ["--train.micro_batch_sequences=1", "--train.global_batch_sequences=64", "--parallel.expert_clones=0"]
+    settings += ["--train.micro_batch_sequences=1", "--train.global_batch_sequences=64"]
     recipe = load_recipe(QWEN3, [*settings, "--parallel.pp_schedule=zbv"])
-    whole = load_recipe(QWEN3, [*settings, "--parallel.pp_schedule=zbv", "--parallel.expert_clones=1"])
     numbers = [(8, 2), (8, 4), (8, 6), (8, 8)]
-    for part, without, (number, num_delayed) in zip(parts_of(recipe, 32), parts_of(whole, 32), numbers, strict=True):
-        assert part.places == (number, 7, num_delayed) and without.places == (number, 7, 0)
-        kept = arena_bytes_per_rank(part.recipe, 1.5, without.places)
+    for part, (number, num_delayed) in zip(parts_of(recipe, 32), numbers, strict=True):
+        assert part.places == (number, 7, num_delayed)
+        kept = arena_bytes_per_rank(part.recipe, 1.5, part.places._replace(num_delayed=0))
         width, hidden, rows = 2048, 768, 8 * (1 - math.comb(112, 8) / math.comb(128, 8))  # a token; 8 slots
         share = (rows * width + 8 * hidden) / (rows * width + 8 * 2 * hidden) * num_delayed / number
         assert arena_bytes_per_rank(part.recipe, 1.5, part.places) == pytest.approx((1 + share) * kept, rel=1e-3)

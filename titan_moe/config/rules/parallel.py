@@ -18,7 +18,7 @@ from titan_moe.config.rules.rule import (
     rule,
     rules_in,
 )
-from titan_moe.config.schema import counted, either
+from titan_moe.config.schema import either
 
 ALIGNED_WIDTH = 16
 """Elements of which a width is a multiple in a way out; grouped_mm needs it in fp8, and less in wider dtypes."""
@@ -269,23 +269,6 @@ def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iter
         )
 
 
-@rule("a replica slot is for an expert of another rank, and costs communication even if unused")
-def clones_need_other_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, num_experts = recipe.parallel, recipe.model.moe.num_experts
-    if p.fixed_expert_clones > 0 and (p.ep <= 1 or not p.facts.moves_rows):
-        yield (
-            f"parallel.expert_clones = {p.expert_clones} clones experts onto other ranks, but parallel.ep = {p.ep} and "
-            f'parallel.dispatcher = "{p.dispatcher}" leave them all on one; set it to 0, or spread the experts with '
-            f"{dispatchers_for(recipe, world_size, lambda facts: facts.moves_rows)}"
-        )
-    elif p.fixed_expert_clones > 0 and p.fixed_expert_clones > num_experts // p.ep:
-        owned = num_experts // p.ep
-        yield (
-            f"parallel.expert_clones = {p.expert_clones} exceeds the {counted(owned, 'expert')} that a rank owns "
-            f"(model.moe.num_experts / parallel.ep = {num_experts} / {p.ep}); take {'1 or 2' if owned > 1 else owned}"
-        )
-
-
 @rule("FSDP shards each expert along this width over edp ranks, in equal parts")
 def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, model = recipe.parallel, recipe.model
@@ -317,7 +300,7 @@ def _axes_for_width(recipe: Recipe, world_size: int, width: int) -> str:
 
     most = min(world_size, MOST_SIZES)
     replicas, dense = p.pp * p.dp_replicate * p.etp, p.pp * p.cp * p.tp
-    most_ep = min(most, num_experts // max(p.fixed_expert_clones, 1)) if p.facts.moves_rows else 0
+    most_ep = min(most, num_experts) if p.facts.moves_rows else 0
     eps = [n for n in range(p.ep + 1, most_ep + 1) if num_experts % n == 0 and divides(replicas * n)]
     dps = [n for n in range(p.dp_replicate + 1, most + 1) if world_size % (dense * n) == 0]
     dps = [n for n in dps if p.dp_shard == -1 and divides(p.pp * n * p.ep * p.etp)]

@@ -109,7 +109,7 @@ def native_linears_are_triton(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("only fused experts have fp8 kernels, which always round gradients of rows and do not support clones")
+@rule("only fused experts have fp8 kernels, which always round gradients of rows")
 def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if not has_native_experts(recipe):
@@ -122,9 +122,6 @@ def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'{setting} has no native kernels with "{experts}" experts; take {key} = "fused"{also}, {way_out}'
     if p.dgrad == "compute":
         yield f'{setting} does not support precision.dgrad = "compute"; take "format", {way_out}'
-    if recipe.parallel.fixed_expert_clones:
-        clones = recipe.parallel.expert_clones
-        yield f"{setting} does not support parallel.expert_clones = {clones}; take 0, {way_out}"
 
 
 @rule("grouped GEMMs with rounded operands take the place of the experts' kernels")

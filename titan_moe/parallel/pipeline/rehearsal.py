@@ -19,7 +19,7 @@ from titan_moe.config import Recipe
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.pipeline.messages import Received, check_activation
 from titan_moe.plan.pipeline.action import Entry, flat
-from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts, splits_backward
+from titan_moe.plan.pipeline.weight_grads import splits_backward
 
 NUM_MICROBATCHES = 2
 
@@ -55,7 +55,7 @@ class Rehearsals:
 
     def __init__(self, recipe: Recipe, capacity: ExpertCapacity) -> None:
         self.config, self.kernels, self.capacity = recipe.compile, recipe.perf.chosen_kernels, capacity
-        self.experts_delay = splits_backward(recipe) and obstacle_of_experts(recipe) is None
+        self.experts_delay = splits_backward(recipe)
         self.done: set[tuple[int, bool, bool]] = set()
         """`ExpertCapacity.sizes` of the graphs that there are, and whether experts delayed weight gradients in the
         arena, where other kernels write."""

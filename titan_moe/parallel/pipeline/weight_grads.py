@@ -8,7 +8,6 @@ projections, dense layers, shared experts, latent projections. Not delayed are
 * what runs in a compiled graph, which has no side effects. Under `compile.extent = "pieces"` these are attention,
   shared experts and dense layers. Experts in Triton run outside of graphs then, so their gradients are delayed;
 * converted linear layers, those of `tp_comm_overlap`, and experts in emulated formats;
-* experts with clones: gradients of clones and of rows are sent home by one operation;
 * fused experts that get their rows over symmetric memory, while their arena keeps nothing: while a capacity factor
   of "auto" has no bound, and in steps that are taken again.
 
@@ -28,7 +27,7 @@ from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.linear.delayed import queued_linear
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.layers.moe import MoE
-from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts, splits_backward
+from titan_moe.plan.pipeline.weight_grads import splits_backward
 
 
 def build_queue(recipe: Recipe) -> WeightGradQueue | None:
@@ -49,11 +48,9 @@ def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, devic
     if queue is None:
         return
     compiled = modules_in_graphs(stage, recipe.compile, device)
-    experts_may_delay = obstacle_of_experts(recipe) is None
     for module in stage.modules():
         if isinstance(module, MoE):
-            if experts_may_delay:
-                _delay_experts(module, queue, is_compiled=module.experts in compiled)
+            _delay_experts(module, queue, is_compiled=module.experts in compiled)
         elif module in compiled:
             continue
         elif type(module).forward is SwiGLUDown.forward:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from titan_moe.config.clones import resolve_clones
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules import check_rules
@@ -27,7 +26,7 @@ def simulate_step(recipe: Recipe, world_size: int, *, delays_all: bool = False) 
     if delays_all:
         flops = [flops_of_stage(recipe, stage) for stage in stages]
     else:
-        flops = split_flops(resolve_clones(recipe, world_size), stages)
+        flops = split_flops(recipe, stages)
     forward, backward_input, backward_weight = zip(*flops, strict=True)
     return simulate(entries, Times(forward, backward_input, backward_weight))
 

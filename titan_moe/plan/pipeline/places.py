@@ -8,7 +8,7 @@ from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.pipeline.schedules import measure_rank
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
-from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts, splits_backward
+from titan_moe.plan.pipeline.weight_grads import splits_backward
 
 
 class ArenaPlaces(NamedTuple):
@@ -32,8 +32,7 @@ def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int
         return ArenaPlaces(1, most)
     with_experts = {stage: 1.0 for stage, num_layers in layers.items() if num_layers}
     of_rank = p, few_microbatches(recipe, world_size), rank, with_experts
-    delays = splits_backward(recipe) and obstacle_of_experts(recipe) is None
-    num_delayed = measure_rank(max_delayed, *of_rank) if delays else 0
+    num_delayed = measure_rank(max_delayed, *of_rank) if splits_backward(recipe) else 0
     return ArenaPlaces(round(measure_rank(max_held, *of_rank)), most, round(num_delayed))
 
 

@@ -1,15 +1,13 @@
 """Which weight gradients a split backward delays, and why it does not delay the others.
 
-The simulated step takes its times from here, and `titan-moe check` its words. The run asks `obstacle_of_experts` before
-it lets experts delay (parallel/pipeline/weight_grads.py); tests/parallel/pipeline/test_weight_grads.py compares all
-other modules with it.
+The simulated step takes its times from here, and `titan-moe check` its words.
+tests/parallel/pipeline/test_weight_grads.py compares the modules of a run with it.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from titan_moe.config.arena import experts_of
-from titan_moe.config.clones import num_clones
 from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import GemmModule, gemm_modules, why_kept
 from titan_moe.config.pipeline_schedules import SCHEDULES
@@ -37,13 +35,6 @@ def splits_backward(recipe: Recipe) -> bool:
     return p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward
 
 
-def obstacle_of_experts(recipe: Recipe) -> Obstacle | None:
-    """Why no routed experts of a run delay; None if those that can do."""
-    if num_clones(recipe):
-        return Obstacle("one operation sends the gradients of clones and of rows", "parallel.expert_clones = 0")
-    return None
-
-
 def obstacle_of(recipe: Recipe, module: GemmModule) -> Obstacle | None:
     """Why a module does not delay; None if it does. `auto` stands for what it may choose, as in `experts_of`."""
     p, device = recipe.precision, "cpu" if recipe.run.device == "cpu" else "cuda"
@@ -51,8 +42,6 @@ def obstacle_of(recipe: Recipe, module: GemmModule) -> Obstacle | None:
     is_compiled = recipe.compile.compiles(device)
     if module.part == "experts":
         experts = recipe.perf.chosen_kernels.experts if device == "cpu" else experts_of(recipe)
-        if obstacle := obstacle_of_experts(recipe):
-            return obstacle
         if is_rounded and p.backend == "emulated":
             return Obstacle("in an emulated format", 'precision.experts = "compute"')
         is_compiled = is_compiled and experts != "fused"  # which runs outside of graphs

@@ -1,0 +1,26 @@
+"""Clones in models that are too small for `parallel.expert_clones = "auto"`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from titan_moe.config import Recipe
+from titan_moe.config.clones import num_clones
+from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.train import build, resolve_kernels
+
+
+@contextmanager
+def always_used() -> Iterator[None]:
+    """Replica slots of a recipe that has clones are there at every size, in use from the first step on, and a clone
+    costs nothing."""
+
+    def replica_slots(recipe: Recipe) -> ReplicaSlots:
+        return ReplicaSlots(num_clones(recipe), are_used=True)
+
+    with (
+        mock.patch.object(resolve_kernels, "resolve_clones", lambda recipe, world_size: recipe),
+        mock.patch.object(build, "replica_slots", replica_slots),
+        mock.patch.object(build, "CloneControl", lambda pays_from: None),
+    ):
+        yield
