@@ -143,7 +143,8 @@ def run_kept_copies(room: int) -> list[bool]:
     """With copies in bf16 that all microbatches share, and clones."""
     dispatcher, module = with_clones(AllToAllDispatcher), symm_mem.my_experts(torch.device("cpu"))
     module.gather_weights = CollectiveCloneWeights(dist.group.WORLD)
-    use_unsharded_experts(module, init_device_mesh("cpu", (2,)), torch.float32, keeps=True, room=ReplicaSlots(room))
+    slots = ReplicaSlots(room, are_used=True)
+    use_unsharded_experts(module, init_device_mesh("cpu", (2,)), torch.float32, keeps=True, room=slots)
     drawn = [
         [x.float(), ids, scores.float(), grad.float()]
         for x, ids, scores, grad in (symm_mem.my_inputs(routing, torch.device("cpu")) for routing in ROUTINGS)
@@ -166,7 +167,7 @@ def fail_with_room() -> str:
 
 
 def test_clones_in_the_room_of_a_shared_copy_are_refused_by_autograd(ranks: Any) -> None:
-    """So a pipeline has none (parallel/fsdp.py)."""
+    """So a pipeline has none (config/clones.py)."""
     assert all("modified inplace" in said for said in ranks(2, fail_with_room))
 
 

@@ -373,7 +373,7 @@ def test_step_runner_records_anew_when_clones_come_into_use(
 
     step: Any = Step(capacity=capacity.ExpertCapacity(1.25), replicas=replicas)
     schedule: Any = SimpleNamespace(step=lambda: None)
-    take = step_runner.StepRunner(step, schedule, extent, lambda: recorder, clone_control=CloneControl(PAYS_FROM))
+    take = step_runner.StepRunner(step, schedule, extent, lambda: recorder, clone_control=CloneControl(1.2))
     batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
     with caplog.at_level("INFO", logger="titan_moe"):
         for _ in imbalances:
