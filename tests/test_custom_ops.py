@@ -44,7 +44,6 @@ from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.hierarchical import NodeGroups
-from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.dispatch.symm_memory import SymmMemory
@@ -157,7 +156,10 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
         (partial(AllGatherDispatcher, group=group), CollectiveCloneWeights(group)),
         (partial(AllToAllDispatcher, group=group), CollectiveCloneWeights(group)),
         (partial(HierarchicalDispatcher, groups=NodeGroups(group, group)), CollectiveCloneWeights(group)),
-        (partial(HierarchicalSymmMemDispatcher, across=group, memory=shared), CollectiveCloneWeights(group)),
+        (
+            partial(HierarchicalDispatcher, groups=NodeGroups(group, group), memory=shared),
+            CollectiveCloneWeights(group),
+        ),
         (partial(SymmMemDispatcher, memory=shared), SymmMemCloneWeights(shared)),
         (partial(SymmMemFusedDispatcher, memory=shared), SymmMemCloneWeights(shared)),
         (in_an_arena, SymmMemCloneWeights(shared)),

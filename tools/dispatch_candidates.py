@@ -115,7 +115,6 @@ def build_dispatcher(
         nodes = open_node_groups(group, max(group.size() // 2, 1))
         if name == "hierarchical":
             return HierarchicalDispatcher(case.experts, nodes, permute)
-    from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
     from titan_moe.dispatch.symm_mem import SymmMemDispatcher
     from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
     from titan_moe.dispatch.symm_memory import open_symm_memory
@@ -125,7 +124,7 @@ def build_dispatcher(
         num_tokens = nodes.across.size() * case.tokens
         num_bytes = symm_bytes(nodes.within.size(), num_tokens, case.width, case.choices, dtype)
         memory = open_symm_memory(num_bytes, nodes.within, device)
-        return HierarchicalSymmMemDispatcher(case.experts, nodes.across, memory, permute)
+        return HierarchicalDispatcher(case.experts, nodes, permute, memory=memory)
     num_bytes = symm_bytes(group.size(), case.tokens, case.width, case.choices, dtype)
     kind = SymmMemFusedDispatcher if name == TILED else SymmMemDispatcher
     return kind(case.experts, open_symm_memory(num_bytes, group, device), permute)

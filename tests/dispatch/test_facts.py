@@ -14,7 +14,6 @@ from titan_moe.dispatch import (
     TokenDispatcher,
 )
 from titan_moe.dispatch.hierarchical import NodeGroups
-from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_memory import SymmMemory
 
@@ -34,12 +33,12 @@ def build(name: str) -> TokenDispatcher:
             return AllGatherDispatcher(NUM_EXPERTS, dist.group.WORLD)
         case "alltoall":
             return AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD)
-        case "hierarchical":
-            return HierarchicalDispatcher(NUM_EXPERTS, NodeGroups(dist.group.WORLD, dist.new_group([dist.get_rank()])))
+        case "hierarchical" | "hierarchical_symm_mem":
+            nodes = NodeGroups(dist.group.WORLD, dist.new_group([dist.get_rank()]))
+            memory = fake_memory(1) if name == "hierarchical_symm_mem" else None
+            return HierarchicalDispatcher(NUM_EXPERTS, nodes, memory=memory)
         case "symm_mem":
             return SymmMemDispatcher(NUM_EXPERTS, fake_memory(num_ranks))
-        case "hierarchical_symm_mem":
-            return HierarchicalSymmMemDispatcher(NUM_EXPERTS, dist.group.WORLD, fake_memory(1))
     raise AssertionError(f"build {name} here")
 
 

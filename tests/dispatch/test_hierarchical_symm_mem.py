@@ -20,8 +20,7 @@ from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
 from titan_moe.dispatch.collectives import SYNC
-from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
-from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher, _number_copies
+from titan_moe.dispatch.hierarchical import NodeGroups, _number_copies, open_node_groups
 from titan_moe.dispatch.row_format import FP8_REFERENCE
 from titan_moe.dispatch.symm_memory import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
@@ -62,7 +61,7 @@ def run_routings(folder: str | None) -> list[tuple[list[Tensor], list[bool]]]:
     module, answers = symm_mem.my_experts(device), []
     exact = HierarchicalDispatcher(NUM_EXPERTS, groups)
     kinds = [
-        HierarchicalSymmMemDispatcher(NUM_EXPERTS, groups.across, memory, collectives=collectives)
+        HierarchicalDispatcher(NUM_EXPERTS, groups, collectives=collectives, memory=memory)
         for collectives in (SYNC, ASYNC)
     ]
     for routing in ROUTINGS:
@@ -87,15 +86,15 @@ def run_codes_and_clones(folder: str | None) -> tuple[list[bool], list[Tensor]]:
     module, drawn, coded = symm_mem.my_experts(device), symm_mem.my_inputs("skewed", device), []
     for dispatcher in (
         HierarchicalDispatcher(NUM_EXPERTS, groups, row_format=FP8_REFERENCE),
-        HierarchicalSymmMemDispatcher(NUM_EXPERTS, groups.across, memory, row_format=FP8_REFERENCE),
+        HierarchicalDispatcher(NUM_EXPERTS, groups, row_format=FP8_REFERENCE, memory=memory),
     ):
         module.zero_grad()
         symm_mem.poison(memory)
         coded.append(halves(dispatcher, module, drawn))
     module.zero_grad()
     group = dist.group.WORLD
-    inner = HierarchicalSymmMemDispatcher(
-        NUM_EXPERTS + dist.get_world_size(), groups.across, memory, num_routed_experts=NUM_EXPERTS
+    inner = HierarchicalDispatcher(
+        NUM_EXPERTS + dist.get_world_size(), groups, memory=memory, num_routed_experts=NUM_EXPERTS
     )
     module.gather_weights = CollectiveCloneWeights(group)
     cloned = halves(CloningDispatcher(inner, NUM_EXPERTS, 1, group), module, drawn)
@@ -109,7 +108,7 @@ def run_bounded(folder: str | None) -> list[tuple[int, int, bool, float, list[Te
     module, drawn, answers = symm_mem.my_experts(device), symm_mem.my_inputs("one_rank_empty", device), []
     for factor, is_lifted in ((0.8, False), (0.8, True), (3.0, False)):
         capacity = ExpertCapacity(factor, device)
-        dispatcher = HierarchicalSymmMemDispatcher(NUM_EXPERTS, groups.across, memory, capacity=capacity)
+        dispatcher = HierarchicalDispatcher(NUM_EXPERTS, groups, memory=memory, capacity=capacity)
         module.zero_grad()
         symm_mem.poison(memory)
         with capacity.unbounded() if is_lifted else mock.patch.object(capacity_module, "SLOTS_ALIGNMENT", 1):
@@ -146,7 +145,7 @@ def compile_two_layers(folder: str | None) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of two layers, eager and as one graph."""
     groups, memory, device = share(folder)
     module = symm_mem.my_experts(device)
-    dispatcher = HierarchicalSymmMemDispatcher(NUM_EXPERTS, groups.across, memory)
+    dispatcher = HierarchicalDispatcher(NUM_EXPERTS, groups, memory=memory)
     step = symm_mem.stepped(dispatcher, module)
     return symm_mem.run_and_compile(step, module, lambda: symm_mem.my_inputs("skewed", device), device)
 

@@ -30,7 +30,6 @@ from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
 from titan_moe.dispatch.hierarchical import open_node_groups
-from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
 from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.dispatch.row_format import FP8_REFERENCE
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
@@ -210,7 +209,7 @@ def run_over_memory(folder: str | None, kind: str) -> list[bool]:
 def run_two_levels(folder: str | None) -> list[bool]:
     groups, memory, device = two_nodes.share(folder)
     module, drawn = symm_mem.my_experts(device), [symm_mem.my_inputs(routing, device) for routing in ROUTINGS]
-    dispatcher = HierarchicalSymmMemDispatcher(NUM_EXPERTS, groups.across, memory)
+    dispatcher = HierarchicalDispatcher(NUM_EXPERTS, groups, memory=memory)
     return same_in_flight(dispatcher, module, drawn, partial(symm_mem.poison, memory))
 
 

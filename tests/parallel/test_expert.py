@@ -45,7 +45,7 @@ def test_expert_apply_keeps_the_permute_backend(ranks, backend: str, permute: st
         ("allgather", 2, "AllGatherDispatcher"),
         ("alltoall", 2, "AllToAllDispatcher"),
         ("hierarchical", 4, "HierarchicalDispatcher"),
-        ("hierarchical_symm_mem", 4, "HierarchicalSymmMemDispatcher"),
+        ("hierarchical_symm_mem", 4, "HierarchicalDispatcher"),
         ("symm_mem", 2, "SymmMemDispatcher"),
         ("symm_mem tile", 2, "SymmMemFusedDispatcher"),
     ):

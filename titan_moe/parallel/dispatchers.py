@@ -1,7 +1,7 @@
 """Builders of dispatchers: from a name in the recipe to the object in `moe.dispatcher`."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,7 +21,6 @@ from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
-from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
 from titan_moe.dispatch.row_format import PLAIN
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
@@ -63,26 +62,16 @@ def _alltoall(inputs: DispatcherInputs) -> TokenDispatcher:
     return AllToAllDispatcher(inputs.num_experts, inputs.group, inputs.permute, collectives, inputs.row_format)
 
 
-def _hierarchical(inputs: DispatcherInputs) -> TokenDispatcher:
+def _hierarchical(inputs: DispatcherInputs, **shared: Any) -> TokenDispatcher:
     assert inputs.node_groups is not None, "parallel.expert opens them"
-    collectives = COLLECTIVES[inputs.overlap]
-    return HierarchicalDispatcher(
-        inputs.num_experts, inputs.node_groups, inputs.permute, collectives, inputs.row_format
-    )
+    of = inputs.num_experts, inputs.node_groups, inputs.permute, COLLECTIVES[inputs.overlap], inputs.row_format
+    return HierarchicalDispatcher(*of, **shared)
 
 
 def _hierarchical_symm_mem(inputs: DispatcherInputs) -> TokenDispatcher:
-    assert inputs.node_groups is not None and inputs.memory is not None, "parallel.expert and symm_memory open them"
-    return HierarchicalSymmMemDispatcher(
-        inputs.num_experts,
-        inputs.node_groups.across,
-        inputs.memory,
-        inputs.permute,
-        inputs.capacity,
-        inputs.num_routed_experts,
-        COLLECTIVES[inputs.overlap],
-        inputs.row_format,
-    )
+    assert inputs.memory is not None, "parallel.symm_memory opens it"
+    memory, capacity, num_routed_experts = inputs.memory, inputs.capacity, inputs.num_routed_experts
+    return _hierarchical(inputs, memory=memory, capacity=capacity, num_routed_experts=num_routed_experts)
 
 
 def _symm_mem(inputs: DispatcherInputs) -> TokenDispatcher:
