@@ -1,40 +1,69 @@
-"""Every option of a recipe has a measurement that shows what it is for, or a reason that keeps it.
+"""Every option of a recipe has won a measurement, or there is a reason that keeps it, or it is marked EXPERIMENTAL.
 
-An option that has neither does not enter, and one whose row is gone from tools/RESULTS.md must find another or go.
+An option that has none of these does not enter, and one whose row is gone from tools/RESULTS.md must find another or
+go.
 """
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from titan_moe.config.experimental import EXPERIMENTAL, Experimental, describe_experimental
+from titan_moe.config.explain import explain
+from titan_moe.config.parse import load_recipe
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import all_keys
+from titan_moe.plan.check_report import describe
 
 RESULTS = Path(__file__).parents[1] / "tools" / "RESULTS.md"
-MEASURED = {
-    "model.embedding_init_std": "| the same, embeddings of deviation 1, 60 steps",
-    "model.moe.aux_loss_coef": "with `aux_loss_coef = 1e-3` the load is back",
-    "parallel.ep": "ep = GPUs",
-    "parallel.dispatcher": "| `symm_mem` (predicted 2.10 ms)",
-    "parallel.overlap": "So `tile` is the overlap inside a node and `microbatch` the one between nodes",
-    "parallel.expert_rank_capacity_factor": "| bound 1.5; 2.0 (first 11 steps)",
-    "parallel.expert_clones": "1.36 | 49,323 | 52,375",
-    "parallel.accumulate_unsharded": "| + parameters gathered once a step",
-    "perf.kernels": "| + `auto` kernels, fused optimizer",
-    "perf.loss_chunk_tokens": "1.2 in chunks of 2,048 tokens",
-    "optim.kind": "| AdamW fp32; bf16; bf16 moments under fp32",
-    "perf.override.experts": "fused **545 / 504**",
-    "perf.override.permute": "| counting sort, 262,144 choices",
-    "perf.override.router": "| router after its logits, 32,768",
-    "perf.override.head": "| head and cross entropy, 16,384",
-    "perf.override.gradients": "| sums of gradients, bf16 into fp32",
-    "precision.master": "bf16 weights, gradients and moments",
-    "precision.moments": "fused AdamW with bf16 moments",
-    "compile.extent": "| whole blocks compiled, recorded, 12 layers",
-    "compile.cudagraph": "34.2 ms launched",
-    "train.forced_load": "Forced routing (`train.forced_load=balanced`",
+
+
+class Won(NamedTuple):
+    """Words of tools/RESULTS.md that end with a figure of the option, and those that end with the figure it beat."""
+
+    figure: str
+    beaten: str
+    less_is_better: bool = False
+
+    @property
+    def is_won(self) -> bool:
+        ours, theirs = (float(re.findall(r"[\d,.]*\d", words)[-1].replace(",", "")) for words in self[:2])
+        return ours < theirs if self.less_is_better else ours > theirs
+
+
+LESS = True
+WON = {
+    "model.embedding_init_std": Won(
+        "With deviation 1 the load at step 24 is 1.6", "the load at step 24 is 1.6 × instead of 15", LESS
+    ),
+    "model.moe.aux_loss_coef": Won(
+        "1e-2 holds 3.8", "with `aux_loss_coef = 1e-3` the load is back at 3.3 × at step 90 and at 7", LESS
+    ),
+    "parallel.dispatcher": Won("| bound 1.5; 2.0 (first 11 steps) | 28,990", "| `alltoall`, exact sizes | 25,756"),
+    "parallel.overlap": Won("forced | 30,146 | 31,273 | 31,841", "| Qwen3, 24 layers, forced | 30,146"),
+    "parallel.expert_rank_capacity_factor": Won(
+        "| bound 1.5; 2.0 (first 11 steps) | 28,990", "as shipped (bound 1.25) | **15,011"
+    ),
+    "parallel.expert_clones": Won("1.36 | 49,323 | 52,375", "1.36 | 49,323"),
+    "parallel.accumulate_unsharded": Won("+ parameters gathered once a step | **16,263", "| Qwen3-30B-A3B | **15,835"),
+    "perf.kernels": Won("+ `auto` kernels, fused optimizer | **62,511", "+ parameters gathered once a step | 57,177"),
+    "perf.loss_chunk_tokens": Won("test_memory_at_full_size`), 1.2", "* Head: under 1.5", LESS),
+    "optim.kind": Won(
+        "| AdamW fp32; bf16; bf16 moments under fp32 | 4.05", "under fp32 | 4.05; 3.50; 4.08 TB/s | | 3.48"
+    ),
+    "perf.override.experts": Won("fused **545", "compiled `grouped_mm` path 515"),
+    "perf.override.permute": Won("of 128 experts | 0.021", "of 128 experts | 0.021 ms | 0.199", LESS),
+    "perf.override.router": Won(
+        "| router after its logits, 32,768 × 128 | 0.037", "× 128 | 0.037 / 0.059 ms | 0.227", LESS
+    ),
+    "perf.override.head": Won("2048 × 151,936 | 50.0", "of its GEMMs alone (45.0) | 54.9", LESS),
+    "perf.override.gradients": Won("46; 117 million | 0.183", "0.183; 0.454 ms, 2.6 TB/s | | 0.301", LESS),
+    "compile.cudagraph": Won("(36.7 with Triton's kernels), **8.6", "4,096 tokens a step: 34.2", LESS),
 }
-"""Option -> words of its row or heading in tools/RESULTS.md."""
+"""Option -> the measurement that it won."""
 KEPT = {
     "run.folder": "where a run writes",
     "run.seed": "another seed is another run",
@@ -98,7 +127,7 @@ KEPT = {
     "parallel.cp": "sequences whose activations one rank does not hold",
     "parallel.cp_kind": "heads, or how few of them keys and values have, limit ulysses; allgather has masks, ring none",
     "parallel.tp": "what one rank does not hold of a layer, and fewer sequences than ranks",
-    "parallel.tp_comm_overlap": "Megatron's tp-comm-overlap, torchtitan's async TP: smaller GEMMs for hidden messages",
+    "parallel.ep": "experts that one rank does not hold",
     "parallel.etp": "experts too large for a rank, or too few for ep (Mixtral); Megatron's expert-tensor-parallel-size",
     "parallel.dp_replicate": "HSDP: parameters are gathered inside a node, gradients alone cross nodes",
     "parallel.dp_shard": "fewer shards than ranks: the other half of HSDP",
@@ -108,12 +137,12 @@ KEPT = {
     "perf.attention": "PyTorch's choice is not always the fastest; flex skips what a mask hides",
     "perf.override.rotary": "around a bad kernel, as the other overrides; Triton's won in plan/tables",
     "precision.compute": "fp32 and fp64 for tests and small models, bf16 for all others",
+    "precision.master": "bf16 weights and gradients are half as large; fp32 is finer",
     "precision.reduce": "bf16 halves the bytes of gradients between ranks; fp32 is exact",
+    "precision.moments": "bf16 and 8-bit moments are smaller; fp32 is finer",
     "precision.format": "DeepSeek-V3 (fp8_blockwise), Megatron and torchao train in these formats",
     "precision.experts": "experts and dense layers gain differently: experts are most FLOPs of a mixture",
     "precision.linears": "torchao converts dense layers alone, DeepSeek-V3 both",
-    "precision.dgrad": "the fp8 backward of Megatron and TransformerEngine can be switched off too",
-    "precision.wgrad": "torchao's rowwise_with_gw_hp keeps weight gradients in bf16",
     "precision.num_layers_at_start_in_compute": "Megatron's num_layers_at_start_in_bf16",
     "precision.num_layers_at_end_in_compute": "Megatron's num_layers_at_end_in_bf16; NVFP4 keeps the last layers",
     "precision.modules_in_compute": "a sensitive or small layer; torchtitan's filter_fqns",
@@ -121,11 +150,13 @@ KEPT = {
     "precision.all_gather": "torchao's enable_fsdp_float8_all_gather",
     "precision.backend": "a format can be tried where no matrix unit has it",
     "compile.regional": "off to debug; on to compile on a CPU",
+    "compile.extent": "blocks as one graph: for compilers that gain by it",
     "memory.recompute": "what does not fit otherwise; no figure of RESULTS needed it",
     "train.steps": "length of a run",
     "train.seq_len_tokens": "shape of a batch",
     "train.global_batch_sequences": "shape of a batch",
     "train.micro_batch_sequences": "shape of a batch",
+    "train.forced_load": "an even load for benchmarks, uneven ones for tests",
     "train.max_skipped_in_row": "a diverged run costs time and leaves no model",
     "train.spike_sigmas": "OLMo 2: a bad batch moves no weight",
     "optim.lr": "AdamW",
@@ -171,18 +202,63 @@ KEPT = {
     "profile.num_steps": "a trace of a few steps",
 }
 """Option -> why it is there all the same."""
+OPTIONS = {name: key for name, key in all_keys(Recipe).items() if not key.is_section}
 
 
-def test_every_option_has_a_measurement_or_a_reason() -> None:
-    options = {name for name, key in all_keys(Recipe).items() if not key.is_section}
-    entries = MEASURED.keys() | KEPT.keys()
-    assert sorted(options - entries) == [], "new: measure them, or say in KEPT why they are there"
-    assert sorted(entries - options) == [], "gone from the recipe, or renamed"
-    assert sorted(MEASURED.keys() & KEPT.keys()) == [], "what is measured needs no reason"
-
-
-@pytest.mark.parametrize("option", MEASURED)
-def test_the_measurement_is_there(option: str) -> None:
-    assert MEASURED[option] in " ".join(RESULTS.read_text().split()), (
-        f"no row of tools/RESULTS.md keeps {option} any more"
+def test_every_option_has_won_or_has_a_reason_or_is_experimental() -> None:
+    experimental = set()
+    for name, key in OPTIONS.items():
+        others = (set(key.choices) or {True, False}) - {key.default}
+        if others == key.experimental.keys():
+            experimental.add(name)
+    entries = WON.keys() | KEPT.keys() | experimental
+    assert sorted(OPTIONS.keys() - entries) == [], (
+        "new: measure that they win, or say in KEPT why they are there, or in config/experimental.py what is missing"
     )
+    assert sorted(entries - OPTIONS.keys()) == [], "gone from the recipe, or renamed"
+    assert len(entries) == len(WON) + len(KEPT) + len(experimental), "one of the three is enough"
+
+
+@pytest.mark.parametrize("option", WON)
+def test_the_measurement_is_there_and_is_won(option: str) -> None:
+    text, won = " ".join(RESULTS.read_text().split()), WON[option]
+    assert won.figure in text and won.beaten in text, f"no row of tools/RESULTS.md keeps {option} any more"
+    assert won.is_won
+
+
+@pytest.mark.parametrize("row", EXPERIMENTAL, ids=lambda row: row.setting)
+def test_what_is_experimental_is_said(row: Experimental) -> None:
+    key = OPTIONS[row.key]
+    assert row.value in (key.choices or {True, False}) and row.value != key.default
+    said = " ".join(explain(row.key).split())
+    assert f"EXPERIMENTAL: {row.reason}." in said
+
+
+RECIPES = {
+    # overrides: what is said of them
+    "parallel.dispatcher=alltoall parallel.cp_kind=ring parallel.tp_comm_overlap=true precision.wgrad=compute": [],
+    "parallel.dispatcher=hierarchical_symm_mem": ['parallel.dispatcher = "hierarchical_symm_mem"'],
+    "parallel.tp=2 parallel.tp_comm_overlap=true parallel.cp=2 parallel.cp_kind=ring": [
+        'parallel.cp_kind = "ring"',
+        "parallel.tp_comm_overlap = true",
+    ],
+    "precision.format=fp8_rowwise precision.dgrad=compute": ['precision.dgrad = "compute"'],
+    "parallel.overlap=microbatch": [],
+    "parallel.overlap=microbatch parallel.pp=2": ['parallel.overlap = "microbatch"'],
+    "parallel.overlap=microbatch parallel.pp=2 parallel.pp_schedule=dualpipev": [],
+}
+
+
+@pytest.mark.parametrize("words", RECIPES)
+def test_a_recipe_that_uses_an_experimental_option_is_told_so(tmp_path: Path, words: str) -> None:
+    (tmp_path / "recipe.toml").write_text("")
+    line = describe_experimental(load_recipe(tmp_path / "recipe.toml", [f"--{word}" for word in words.split()]))
+    assert re.findall(r"([\w.]+ = \S+) \(", line) == RECIPES[words]
+    assert line.startswith("EXPERIMENTAL: ") == bool(RECIPES[words]) and "\n" not in line
+
+
+def test_check_says_what_is_experimental() -> None:
+    recipe = load_recipe(RESULTS.parents[1] / "recipes" / "qwen3_30b_a3b.toml", [])
+    assert "EXPERIMENTAL" not in describe(recipe, 8)
+    overlapped = replace(recipe, parallel=replace(recipe.parallel, tp=2, tp_comm_overlap=True))
+    assert f"options     {describe_experimental(overlapped)}" in describe(overlapped, 8).splitlines()

@@ -31,7 +31,8 @@ def test_ranks_of_two_nodes_train_as_one_process(ranks, tiny) -> None:
     alone, spread = tiny(*words), tiny(*words)
     assert alone.train() == 0
     nodes = ("--parallel.ep=4", "--parallel.dispatcher=hierarchical", "--parallel.ep_ranks_per_node=2")
-    spread.on(ranks, 4, *nodes)
+    said = spread.on(ranks, 4, *nodes)
+    assert said.count('EXPERIMENTAL: parallel.dispatcher = "hierarchical"') == 1
     assert spread.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5) and len(spread.column("loss")) == 4
 
 

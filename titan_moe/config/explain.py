@@ -47,15 +47,18 @@ def explain(dotted_key: str) -> str:
 def _purpose(key: Key) -> str:
     """The purpose of a field, and one line for each value that its docstring or its table explains."""
     purpose, _ = split_values(docstring_of(key))
+    if key.type is bool and True in key.experimental:
+        purpose += f" {key.experimental[True]}."
     values = {in_toml(value): text for value, text in _explained_values(key).items()}
     width = max(map(len, values), default=0) + 1
     return "\n".join([_wrap(purpose), *(_wrap(f"{v:<{width}}{text}", hanging=width) for v, text in values.items())])
 
 
 def _explained_values(key: Key) -> dict[str, str]:
-    """The values that the docstring of a field or its table explains."""
+    """The values that the docstring of a field or its table explains, and which of them are experimental."""
     _, values = split_values(docstring_of(key))
-    return {value: text for value, text in (key.choices | values).items() if text}
+    experimental = {value: f" {said}." for value, said in key.experimental.items()}
+    return {value: text + experimental.get(value, "") for value, text in (key.choices | values).items() if text}
 
 
 def split_values(docstring: str) -> tuple[str, dict[str, str]]:

@@ -12,6 +12,8 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from titan_moe.config.experimental import EXPERIMENTAL
+
 SHOWN_ENTRIES = 5
 SHOWN_CHARACTERS = 120
 """Of a value in a message."""
@@ -60,6 +62,11 @@ class Key:
         if get_origin(self.type) is Annotated:
             return {name: row.purpose for name, row in get_args(self.type)[1].table.items()}
         return {}
+
+    @property
+    def experimental(self) -> dict[Any, str]:
+        """The values that have not won a measurement, with what is not measured."""
+        return {row.value: f"EXPERIMENTAL: {row.reason}" for row in EXPERIMENTAL if row.key == self.dotted}
 
     @property
     def way_to_add(self) -> str:

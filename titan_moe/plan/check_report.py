@@ -6,6 +6,7 @@ from itertools import chain, repeat
 
 from titan_moe.config.arena import experts_of, has_arena, why_no_arena
 from titan_moe.config.clones import clones_pay_from, num_clones, resolve_clones, why_no_clones
+from titan_moe.config.experimental import describe_experimental
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
@@ -52,6 +53,7 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         *_count_rows(recipe),
         *_parallel_rows(recipe, world_size),
         *clones,
+        *_labelled("options", filter(None, [describe_experimental(recipe)])),
         ("step", _step(recipe, world_size)),
         *_pipeline_rows(recipe, world_size),
         ("memory", _memory(recipe, world_size)),

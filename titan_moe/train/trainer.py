@@ -20,6 +20,7 @@ from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.context import sequence_shard
+from titan_moe.config.experimental import describe_experimental
 from titan_moe.config.kernels import DEFAULT_KERNELS
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node
@@ -368,7 +369,7 @@ class Trainer:
         )
 
     def _log_start(self, counts: ModelCounts) -> None:
-        """Log model, ranks and folder, and warn of ignored data and forced routing."""
+        """Log model, ranks and folder, and warn of ignored data, experimental options and forced routing."""
         model, data = self.recipe.model, self.recipe.data
         ranks = f"{dist.get_world_size()} x {self.device.type}"
         logger.info("%s: %s; %s; writing to %s", model.name, counts.in_words(), ranks, self.run_folder)
@@ -378,6 +379,8 @@ class Trainer:
             logger.info(words, model.class_, counts.reason, way_out)
         if data.source == "synthetic" and data.path:
             logger.warning('data.path = "%s" is not read: data.source = "synthetic"', data.path)
+        if experimental := describe_experimental(self.recipe):
+            logger.warning(experimental)
         if self.recipe.train.forces_load:
             effect = "the router's choice is replaced, for benchmarks and tests only"
             logger.warning('train.forced_load = "%s": %s', self.recipe.train.forced_load, effect)

@@ -1,0 +1,59 @@
+"""What has not won a measurement: an option, or a choice, that may be slower than the default, or was never timed.
+
+`titan-moe check`, its `--explain` and the start of a run say so. An option that wins leaves the table.
+"""
+
+import json
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+
+class Experimental(NamedTuple):
+    """A value of a field."""
+
+    key: str
+    value: str | bool
+    reason: str
+    """What is not measured, or by how much it did not win."""
+    has_effect: Callable[[Any], bool] = lambda recipe: True
+    """Whether a recipe that has the value uses it."""
+
+    @property
+    def setting(self) -> str:
+        """As recipes write it."""
+        return f"{self.key} = {json.dumps(self.value)}"
+
+
+_UNTIMED_BETWEEN_NODES = "not timed on several nodes, which it is for"
+_UNTIMED_GEMM = "neither its speed nor its losses are measured"
+EXPERIMENTAL = (
+    Experimental("parallel.dispatcher", "hierarchical", _UNTIMED_BETWEEN_NODES),
+    Experimental("parallel.dispatcher", "hierarchical_symm_mem", _UNTIMED_BETWEEN_NODES),
+    Experimental(
+        "parallel.cp_kind",
+        "ring",
+        '1.4 % slower than "ulysses" on 2 GPUs, not timed on more',
+        lambda recipe: recipe.parallel.cp > 1,
+    ),
+    Experimental(
+        "parallel.overlap",
+        "microbatch",
+        'in pipelines of pp_schedule = "1f1b" or "interleaved_1f1b" not timed on GPUs',
+        lambda recipe: recipe.parallel.pp > 1 and recipe.parallel.pp_schedule in ("1f1b", "interleaved_1f1b"),
+    ),
+    Experimental(
+        "parallel.tp_comm_overlap",
+        True,
+        "1.2 % faster at most on 2 GPUs, not timed on more",
+        lambda recipe: recipe.parallel.tp > 1,
+    ),
+    Experimental("precision.dgrad", "compute", _UNTIMED_GEMM, lambda recipe: bool(recipe.precision.formats)),
+    Experimental("precision.wgrad", "compute", _UNTIMED_GEMM, lambda recipe: bool(recipe.precision.formats)),
+)
+
+
+def describe_experimental(recipe: Any) -> str:
+    """What a recipe uses of the table, in one line; empty for nothing."""
+    used = [row for row in EXPERIMENTAL if attrgetter(row.key)(recipe) == row.value and row.has_effect(recipe)]
+    return f"EXPERIMENTAL: {'; '.join(f'{row.setting} ({row.reason})' for row in used)}" if used else ""
