@@ -6,7 +6,7 @@ All are built from the same weights, named as in our layer.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,6 @@ class FixedRouting(nn.Module):
 
 def build_own(
     preset: str,
-    extent: Literal["pieces", "block"],
     weights: dict[str, Tensor],
     shape: LayerShape,
     x_BND: Tensor,
@@ -99,14 +98,14 @@ def build_own(
     layer = _layer(shape, x_BND, weights, PRESETS[preset])
     if experts is not None:
         convert_experts(layer.experts, experts, "native" if x_BND.is_cuda else "emulated")
-    regional.apply(layer, CompileConfig(compiled, extent), x_BND.device)
+    regional.apply(layer, CompileConfig(compiled), x_BND.device)
     return Candidate(layer, layer.router.expert_bias_E.copy_)
 
 
 def build_fp8(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tensor, compiled: str) -> Candidate:
     """Our layer with routed experts in fp8, whose weights are quantised in every call; emulated on a CPU."""
     preset = "fused" if x_BND.is_cuda else "grouped_mm"
-    return build_own(preset, "pieces", weights, shape, x_BND, compiled, ROWWISE)
+    return build_own(preset, weights, shape, x_BND, compiled, ROWWISE)
 
 
 def build_composite(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tensor, compiled: str) -> Candidate:
@@ -186,10 +185,9 @@ def _layer(shape: LayerShape, x_BND: Tensor, weights: dict[str, Tensor], kernels
 
 Builder = Callable[[dict[str, Tensor], LayerShape, Tensor, str], Candidate]
 CANDIDATES: dict[str, Builder] = {
-    "grouped_mm": lambda *parts: build_own("grouped_mm", "pieces", *parts),
-    "fused": lambda *parts: build_own("fused", "pieces", *parts),
+    "grouped_mm": lambda *parts: build_own("grouped_mm", *parts),
+    "fused": lambda *parts: build_own("fused", *parts),
     "fused_fp8": build_fp8,
-    "one_graph": lambda *parts: build_own("fused", "block", *parts),
     "composite": build_composite,
     "torchtitan": build_torchtitan,
 }

@@ -57,7 +57,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
     """The settings that a figure of this package depends on."""
     p, train = recipe.precision, recipe.train
     graph = recipe.compile.cudagraph
-    compiled = recipe.compile.extent if recipe.compile.regional != "off" else "not compiled"
+    compiled = "not compiled" if recipe.compile.regional == "off" else "compiled"
     override = recipe.perf.override
     overridden = "" if override == type(override)() else ", some overridden"
     return {

@@ -1,4 +1,4 @@
-"""Compiled blocks, as one graph and in pieces: few graphs, equal gradients, unchanged parameter names."""
+"""Blocks compiled in pieces: few graphs, equal gradients, unchanged parameter names."""
 
 from dataclasses import replace
 from functools import partial
@@ -51,11 +51,9 @@ MOES = {
 }
 
 
-def build(
-    compiled: str, extent: str = "pieces", *, config: ModelConfig = CONFIG, recomputed: str = "none"
-) -> Transformer:
+def build(compiled: str, *, config: ModelConfig = CONFIG, recomputed: str = "none") -> Transformer:
     model = Transformer(config)
-    regional.apply(model, CompileConfig(compiled, extent), CPU)
+    regional.apply(model, CompileConfig(compiled), CPU)
     recompute.apply(model, MemoryConfig(recomputed))
     init_weights(model, seed=0, std=0.2, num_layers=config.num_layers)
     return model
@@ -93,17 +91,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-@pytest.mark.parametrize(("extent", "num_graphs"), [("pieces", 6), ("block", 3)])
-def test_compile_num_graphs_is_independent_of_layers_and_batches(
-    dynamo_counter: CompileCounterWithBackend, extent: str, num_graphs: int
-) -> None:
-    """Dense block and softmax, and of a MoE block front, router, experts and shared experts, or one graph for all."""
-    build("on", extent, config=SHALLOW)(*batch()).backward()
-    assert dynamo_counter.frame_count == num_graphs
-    deep = build("on", extent)  # more layers than the graphs that Dynamo allows a function
+def test_compile_num_graphs_is_independent_of_layers_and_batches(dynamo_counter: CompileCounterWithBackend) -> None:
+    """Dense block and softmax, and of a MoE block front, router, experts and shared experts."""
+    build("on", config=SHALLOW)(*batch()).backward()
+    assert dynamo_counter.frame_count == 6
+    deep = build("on")  # more layers than the graphs that Dynamo allows a function
     for _ in range(2):  # routing changes from batch to batch
         deep(*batch()).backward()
-    assert dynamo_counter.frame_count == num_graphs
+    assert dynamo_counter.frame_count == 6
 
 
 def test_compile_windowed_and_full_layers_are_two_graphs(dynamo_counter: CompileCounterWithBackend) -> None:
@@ -119,33 +114,29 @@ def test_compile_windowed_and_full_layers_are_two_graphs(dynamo_counter: Compile
     )
 
 
-@pytest.mark.few(
-    "pieces-softmax",
-    "pieces-sigmoid, groups, gated",
-    "block-sigmoid, groups, gated",
-    "block-latent, scores on the input",
-)
 @pytest.mark.usefixtures("counter")
 @pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
-@pytest.mark.parametrize("extent", ["pieces", "block"])
-def test_compile_equals_eager(extent: str, moe: MoEConfig) -> None:
+def test_compile_equals_eager(moe: MoEConfig) -> None:
     config = replace(SHALLOW, moe=moe)
-    assert_same(build("on", extent, config=config), build("off", config=config), 1e-4)
+    assert_same(build("on", config=config), build("off", config=config), 1e-4)
 
 
 @pytest.mark.usefixtures("counter")
 @pytest.mark.parametrize("recomputed", ["experts", "block"])
 def test_compile_with_recompute_equals_eager(recomputed: str) -> None:
-    assert_same(build("on", "block", config=SHALLOW, recomputed=recomputed), build("off", config=SHALLOW), 1e-4)
+    assert_same(build("on", config=SHALLOW, recomputed=recomputed), build("off", config=SHALLOW), 1e-4)
 
 
 @pytest.mark.few("forward")
 @pytest.mark.parametrize("has_backward", [False, True], ids=["forward", "forward_and_backward"])
 def test_compile_inductor_block_in_bf16_equals_eager(has_backward: bool) -> None:
-    """The only test in this file that generates code: one block, one size. A kernel takes a C++ compiler a second."""
+    """A whole block, as users may compile it. The only test in this file that generates code: one block, one size. A
+    kernel takes a C++ compiler a second."""
     torch._dynamo.reset()
     config = replace(CONFIG, num_layers=1, num_dense_layers=0)
-    compiled, plain = (build(how, "block", config=config).bfloat16() for how in ("on", "off"))
+    compiled, plain = (build("off", config=config).bfloat16() for _ in range(2))
+    block = compiled.layers["0"]
+    block.forward = torch.compile(block.forward, fullgraph=True)
     if has_backward:
         assert_same(compiled, plain, 5e-2)
         return
@@ -171,12 +162,12 @@ def assert_same(compiled: Transformer, plain: Transformer, tolerance: float) -> 
         torch.testing.assert_close(compiled.get_buffer(name), buffer, rtol=tolerance, atol=tolerance)
 
 
-def test_compile_block_never_recompiles_when_the_routing_changes() -> None:
+def test_compile_pieces_never_recompile_when_the_routing_changes() -> None:
     torch._dynamo.reset()
     start_records()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        model = build("on", "block", config=SHALLOW)
+        model = build("on", config=SHALLOW)
     loads = set()
     for favourite in range(MOE.num_experts):
         for layer in moe_layers(model):
@@ -186,14 +177,14 @@ def test_compile_block_never_recompiles_when_the_routing_changes() -> None:
         loads |= {tuple(layer.router.balance.tokens_per_expert_E.tolist()) for layer in moe_layers(model)}
     assert len(loads) > MOE.num_experts and any(0 in load for load in loads)
     report = compile_report()
-    assert (report.graph_breaks, report.num_recompiles, len(report.functions)) == ({}, 0, 3)
+    assert (report.graph_breaks, report.num_recompiles, len(report.functions)) == ({}, 0, 6)
 
 
 @torch._dynamo.config.patch(recompile_limit=4)
 def test_compile_validation_and_generation_need_few_graphs(dynamo_counter: CompileCounterWithBackend) -> None:
     """Dynamo raises an error at the ninth graph of a function. These runs need four of each."""
     counter = dynamo_counter
-    model = build("on", "block", config=SHALLOW)
+    model = build("on", config=SHALLOW)
     for num_documents in range(2):
         tokens, labels = batch()
         model(tokens, labels).backward()
@@ -208,18 +199,6 @@ def test_compile_validation_and_generation_need_few_graphs(dynamo_counter: Compi
     assert counter.frame_count == num_graphs
 
 
-def test_compile_block_with_a_host_reading_dispatcher_stays_in_pieces(
-    dynamo_counter: CompileCounterWithBackend,
-) -> None:
-    model = Transformer(SHALLOW)
-    for layer in moe_layers(model):
-        layer.dispatcher = HostReading(MOE.num_experts)
-    regional.apply(model, CompileConfig("on", "block"), CPU)
-    init_weights(model, seed=0, std=0.2, num_layers=SHALLOW.num_layers)
-    model(*batch()).backward()
-    assert dynamo_counter.frame_count == 6
-
-
 class HostReading(LocalDispatcher):
     """A dispatcher that synchronises with the device."""
 
@@ -230,11 +209,8 @@ class HostReading(LocalDispatcher):
         return super().prepare(topk_ids_TK, topk_scores_TK)
 
 
-@pytest.mark.parametrize(("extent", "num_graphs"), [("pieces", 4), ("block", 2)])
-def test_compile_experts_in_a_users_block(
-    dynamo_counter: CompileCounterWithBackend, extent: str, num_graphs: int
-) -> None:
-    """Router, experts and shared experts, or one graph for them, and the softmax of the loss."""
+def test_compile_experts_in_a_users_block(dynamo_counter: CompileCounterWithBackend) -> None:
+    """Router, experts and shared experts, and the softmax of the loss."""
 
     class OwnBlock(torch.nn.Module):
         def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels) -> None:
@@ -245,10 +221,10 @@ def test_compile_experts_in_a_users_block(
             return x_BND + self.moe(x_BND)
 
     model = type("Model", (Transformer,), {"block_class": OwnBlock})(CONFIG)
-    regional.apply(model, CompileConfig("on", extent), CPU)
+    regional.apply(model, CompileConfig("on"), CPU)
     init_weights(model, seed=0, std=0.2, num_layers=CONFIG.num_layers)
     model(*batch()).backward()
-    assert dynamo_counter.frame_count == num_graphs
+    assert dynamo_counter.frame_count == 4
 
 
 def make_routed(num_rows: int, num_double: int) -> Routed:
@@ -299,32 +275,3 @@ def test_compile_unbounded_experts_keep_the_bounded_graph_static(counter: Compil
     with moe.dispatcher.capacity.unbounded():
         moe.experts(make_routed(8, 5))
     assert counter.frame_count == 3, "numbers of unbounded calls are exact, so their first graph is for any"
-
-
-class Bounded(LocalDispatcher):
-    """A dispatcher that records its number of slots in eager calls."""
-
-    def finish_dispatch(self, pending: torch.Tensor, exchange: LocalExchange) -> Routed:
-        num_slots = self.capacity.num_slots(exchange.ids_TK, balanced=500, worst=999)
-        if not torch.compiler.is_compiling():
-            self.eager_num_slots = num_slots
-        return super().finish_dispatch(pending, exchange)
-
-
-def test_compile_block_runs_eagerly_while_capacity_is_suspended(counter: CompileCounterWithBackend) -> None:
-    """A graph would allocate for the worst case, which does not fit in memory."""
-    capacity, model, plain = ExpertCapacity(1.5), Transformer(SHALLOW), build("off", config=SHALLOW)
-    for layer in moe_layers(model):
-        layer.dispatcher = Bounded(MOE.num_experts)
-        layer.dispatcher.capacity = capacity
-    regional.apply(model, CompileConfig("on", "block"), CPU)
-    model.load_state_dict(plain.state_dict())
-    tokens, labels = batch()
-    model(tokens, labels).backward()
-    assert not any(hasattr(layer.dispatcher, "eager_num_slots") for layer in moe_layers(model))
-    with capacity.unbounded():
-        loss = model(tokens, labels)
-    assert all(layer.dispatcher.eager_num_slots == tokens.numel() * MOE.top_k for layer in moe_layers(model))
-    torch.testing.assert_close(loss, plain(tokens, labels))
-    model(tokens, labels)
-    assert counter.frame_count == 3, "no new graph: a dense block, one with experts and the softmax"

@@ -26,8 +26,6 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         ("qwen3_30b_a3b", ("--train.micro_batch_sequences=1",), 8, 0),  # small experts
         ("qwen3_30b_a3b", ("--parallel.ep=4",), 8, 0),  # experts are sharded
         ("qwen3_30b_a3b", ("--precision.master=bf16", "--precision.reduce=bf16"), 8, 0),  # no copy for compute
-        ("qwen3_30b_a3b", ("--compile.extent=block",), 8, 0),
-        ("qwen3_30b_a3b", ("--compile.extent=block", "--run.device=auto"), 8, 0),
         ("qwen3_30b_a3b", ("--memory.recompute=block",), 8, 0),
     ],
 )
@@ -55,7 +53,6 @@ def test_auto_takes_clones_where_they_pay(
         ),
         ("--parallel.ep=4", "experts are sharded"),
         ("--precision.master=bf16 --precision.reduce=bf16", "precision.compute is precision.master"),
-        ("--compile.extent=block", "blocks are graphs"),
         ("--parallel.pp=2 --parallel.ep=4", "microbatches in flight share the copies"),
         ("--memory.recompute=block", "recomputation would fetch the weights of clones again"),
         ("--precision.experts=fp8_rowwise", "experts in fp8 have no clones"),

@@ -44,14 +44,14 @@ def test_registered_dispatcher_is_a_value_of_the_recipe(pigeon: DispatcherFacts,
 
 
 def test_registered_dispatcher_is_read_by_rules(pigeon: DispatcherFacts, empty_file: Path) -> None:
-    wrong = ("--run.device=cpu", "--parallel.expert_rank_capacity_factor=2", "--compile.extent=block")
+    wrong = ("--run.device=cpu", "--parallel.expert_rank_capacity_factor=2", "--compile.cudagraph=step")
     recipe = load_recipe(empty_file, ["--parallel.dispatcher=pigeon", *MODEL, *wrong])
     problems = "\n".join(check_rules(recipe, 6))
     for expected in (
         'parallel.dispatcher = "pigeon" does not exist with run.device = "cpu"',
         "does not divide the 6 ranks of a node",
         'has no effect with parallel.dispatcher = "pigeon"',
-        'compile.extent = "block" excludes parallel.dispatcher = "pigeon"',
+        'parallel.dispatcher = "pigeon" reads the counts of every layer on the host',
     ):
         assert expected in problems, problems
 

@@ -229,10 +229,6 @@ BROKEN = {
         'run.is_deterministic = true excludes perf.attention = "cudnn"; take "auto", "flash"',
     ),
     "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
-    "block_graphs_have_no_host_reads": (
-        "--compile.extent=block",
-        'take "allgather" or "symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
-    ),
     "recomputed_experts_exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "forced_load_needs_a_router": (
         "--model.num_dense_layers=4 --train.forced_load=balanced",
@@ -391,7 +387,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'precision.master = "fp32"; take "bf16" and',
         ),
         (f"{INTERLEAVED} --parallel.accumulate_unsharded=false", 8, "set parallel.accumulate_unsharded = true"),
-        (f"{INTERLEAVED} --compile.extent=block", 8, 'take compile.extent = "pieces", or parallel.overlap = "none"'),
         (
             f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
             8,
@@ -455,11 +450,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             '"experts" needs whole ones; take "none", or',
         ),
         (f"{ZERO_BUBBLE} --memory.recompute=block", 8, 'memory.recompute = "block" needs whole ones; take "none", or'),
-        (
-            f"{ZERO_BUBBLE} --compile.extent=block",
-            8,
-            'needs whole ones; take compile.extent = "pieces"',
-        ),
         (
             f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --compile.cudagraph=microbatch "
             "--run.device=cuda",
@@ -727,27 +717,23 @@ def test_rules_with_several_cases_refuse_each(
         "--compile.cudagraph=step --parallel.expert_rank_capacity_factor=1.5 --parallel.expert_clones=auto",
         "--parallel.dispatcher=hierarchical --parallel.ep=8 --parallel.ep_ranks_per_node=2 --parallel.tp=2",
         f"{INTERLEAVED} --parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",
-        "--compile.extent=block --parallel.dispatcher=allgather",
         "--parallel.dispatcher=symm_mem --parallel.expert_clones=auto",
         INTERLEAVED,
         f"{INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
-        f"{INTERLEAVED} --compile.extent=block --compile.regional=off",
         "--train.forced_load=skewed",
         "--train.forced_load=collapsed --parallel.ep=8 --model.moe.top_k=4",
         "--parallel.dispatcher=symm_mem",
         "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",
-        "--parallel.dispatcher=symm_mem --compile.extent=block --compile.cudagraph=step --run.device=cuda",
+        "--parallel.dispatcher=symm_mem --compile.cudagraph=step --run.device=cuda",
         "--parallel.dispatcher=symm_mem --compile.cudagraph=microbatch --memory.recompute=block --run.device=cuda",
         "--precision.linears=fp8_tensorwise --precision.all_gather=format --precision.modules_in_compute=layers.0.*",
         "--precision.linears=fp8_rowwise --precision.wgrad=compute --train.seq_len_tokens=20",
         "--precision.format=nvfp4 --precision.backend=emulated --run.device=cpu --precision.compute=fp32",
         "--precision.format=fp8_rowwise --precision.experts=compute",
         "--precision.backend=native",  # of a run that had formats
-        "--compile.extent=block --compile.regional=off",
-        "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
         "--parallel.cp=4 --model.attention.num_kv_heads=2 --parallel.dispatcher=symm_mem --parallel.overlap=tile "
         "--perf.kernels=fused",
-        "--parallel.cp=8 --parallel.dispatcher=allgather --compile.extent=block --compile.cudagraph=step",
+        "--parallel.cp=8 --parallel.dispatcher=allgather --compile.cudagraph=step",
         "--parallel.cp=2 --parallel.cp_kind=allgather --perf.attention=flex --model.attention.num_heads=9 "
         "--model.attention.num_kv_heads=3",
         f"{RING} --model.attention.num_heads=9 --model.attention.num_kv_heads=3 --perf.attention=flex",
@@ -771,18 +757,16 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.tp=2 --parallel.dispatcher=symm_mem --parallel.overlap=tile --compile.cudagraph=step",
         "--parallel.tp=2 --precision.format=fp8_rowwise --perf.attention=flex",
         f"{INTERLEAVED} --parallel.tp=2",
-        "--parallel.tp=2 --parallel.dispatcher=allgather --compile.extent=block",
         "--parallel.tp=4 --parallel.dp_replicate=2 --perf.kernels=fused",
         "--parallel.tp=2 --parallel.ep=1 --parallel.dispatcher=local --perf.kernels=grouped_mm",
         "--parallel.etp=2 --parallel.ep=1 --parallel.dispatcher=local",
         "--parallel.etp=2 --parallel.tp=4",
         "--parallel.etp=2 --parallel.dispatcher=symm_mem --parallel.overlap=tile --compile.cudagraph=step",
         f"{INTERLEAVED} --parallel.etp=2",
-        "--parallel.etp=2 --parallel.dp_replicate=2 --parallel.ep=2 --compile.extent=block "
-        "--parallel.dispatcher=allgather",
+        "--parallel.etp=2 --parallel.dp_replicate=2 --parallel.ep=2 --parallel.dispatcher=allgather",
         "--parallel.etp=8 --parallel.ep=1 --parallel.dispatcher=local --model.moe.expert_mlp_bias=true",
         "--parallel.etp=2 --precision.format=fp8_rowwise",
-        f"{PIPELINE} --memory.recompute=block --compile.extent=block --parallel.dispatcher=allgather",
+        f"{PIPELINE} --memory.recompute=block --parallel.dispatcher=allgather",
         f"{PIPELINE} --model.class=my.model:Mine",
         f"{PIPELINE} --model.embeddings_are_tied=true",
         "--model.embeddings_are_tied=true --model.embedding_init_std=0.02",  # init_std
@@ -793,7 +777,6 @@ def test_rules_with_several_cases_refuse_each(
         f"{PIPELINE} --train.global_batch_sequences=12 --validation.num_sequences=4",  # an odd number of microbatches
         ZERO_BUBBLE,
         f"{ZERO_BUBBLE} --train.global_batch_sequences=8 --validation.num_sequences=8",
-        f"{ZERO_BUBBLE} --compile.extent=block --compile.regional=off",
         f"{ZERO_BUBBLE} --parallel.pp_schedule=dualpipev",
         f"{PIPELINE} {INTERLEAVED}",
         f"{PIPELINE} {INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
@@ -831,7 +814,6 @@ def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:
         f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
         "--parallel.dispatcher=alltoall --parallel.overlap=tile --perf.kernels=fused",
         "--compile.cudagraph=step",
-        "--compile.extent=block",
     ],
 )
 def test_dispatchers_of_a_way_out_pass(

@@ -54,14 +54,13 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 
-def test_one_graph_a_block_trains_as_one_process(ranks, alone: Any) -> None:
-    """The graph of etp has the ops of that of ep and more."""
+def test_compiled_experts_train_as_one_process(ranks, alone: Any) -> None:
     parallel = ParallelConfig(etp=2, dispatcher="allgather")
-    candidate = with_biases(parallel, compile=CompileConfig("on", extent="block"), micro_batch_sequences=2)
+    candidate = with_biases(parallel, compile=CompileConfig("on"), micro_batch_sequences=2)
     for fields in ranks(2, one_loss.train_compiled, candidate, -1, STEPS):
         trace = one_loss.Trace(**fields)
         one_loss.assert_same(trace, alone, 1e-9)
-        assert trace.num_graphs == [4] * STEPS
+        assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
 def local_shapes(run: Recipe) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:

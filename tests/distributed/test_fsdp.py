@@ -1,14 +1,10 @@
 """When FSDP reduces: the experts of a layer before the block below starts its backward."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
@@ -67,35 +63,6 @@ def watch(parallel: ParallelConfig) -> dict[str, Any]:
     return {"reduced": reduced, "dtypes": dtypes}
 
 
-def watch_whole_blocks(parallel: ParallelConfig, backend: str) -> dict[str, Any]:
-    """The same where blocks are one graph; and how many weights each rank keeps between forward and backward."""
-    meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
-    torch._dynamo.reset()
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
-        recipe = replace(RECIPE, parallel=parallel, compile=CompileConfig("on", extent="block"))
-        (model,) = build_parts(build_on_meta(recipe), recipe, meshes, torch.device("cpu"), ExpertCapacity())
-    blocks = list(model.layers.values())
-    reduced: dict[int, bool] = {}
-    kept, stored = [], [local_size(block) for block in blocks]
-    for index, block in enumerate(blocks[:-1]):
-
-        def look(module: torch.nn.Module, args: Any, output: Tensor, above: int = index + 1) -> None:
-            output.register_hook(lambda grad: reduced.update({above: experts_have_gradients(blocks[above])}))
-
-        block.register_forward_hook(look)
-    tokens = torch.randint(256, (2, 16))
-    loss = model(tokens, tokens) / 32
-    kept = [local_size(block) for block in blocks]
-    loss.backward()
-    return {"reduced": reduced, "stored": stored, "kept": kept}
-
-
-def local_size(block: torch.nn.Module) -> int:
-    """Elements of a block's experts on this rank, as the module has them now."""
-    parameters = block.feed_forward.experts.parameters()
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-
-
 def experts_have_gradients(block: torch.nn.Module) -> bool:
     return all(parameter.grad is not None for parameter in block.feed_forward.experts.parameters())
 
@@ -105,12 +72,3 @@ def test_fsdp_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks)
         for seen in ranks(num_ranks, watch, parallel):
             assert seen["reduced"] == {1: True, 2: True}
             assert seen["dtypes"] == {(torch.bfloat16, torch.float32)}
-
-
-# a backward of one piece decides when gradients are reduced; what stays unsharded is decided around the graph
-@pytest.mark.parametrize(("reshards", "backend"), [(True, "aot_eager"), (False, "eager")])
-def test_fsdp_experts_of_block_graphs_unshard_with_their_block(ranks, reshards: bool, backend: str) -> None:
-    parallel = ParallelConfig(ep=2, dispatcher="allgather", reshard_experts_after_forward=reshards)
-    for seen in ranks(4, watch_whole_blocks, parallel, backend):
-        assert seen["reduced"] == {1: True, 2: True}
-        assert seen["kept"] == [size * (1 if reshards else 2) for size in seen["stored"]], "edp = 2"

@@ -65,7 +65,7 @@ MODEL = ModelConfig(
     init_std=0.2,
 )
 FP64 = PrecisionConfig("fp64", "fp64", "fp64")
-WHOLE = CompileConfig("on", extent="block")
+COMPILED = CompileConfig("on")
 ALONE = ParallelConfig()
 
 
@@ -174,7 +174,7 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
             num_sequences=run.train.global_batch_sequences,
         )
         is_observed = index == 0 and step_runner.control is None
-        if index == 0 and not is_observed:  # the first step has no bound, so blocks of one graph would run eagerly
+        if index == 0 and not is_observed:  # the first step has no bound, and so other graphs
             trace.grads = first_gradients(step, parts, batch)
         with spoiling_messages(), observing_gradients(step, parts, trace.grads) if is_observed else nullcontext():
             result = step_runner(batch)
@@ -194,10 +194,6 @@ def train_compiled(
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         return train(run, num_starved, num_steps)
-
-
-BACKENDS = {"block": "aot_eager", "pieces": "eager"}
-"""Where a layout has graphs of both extents: those of a block have the backward, and all that pieces have."""
 
 
 @contextmanager
@@ -382,24 +378,16 @@ def test_one_loss_with_tensor_parallelism(
         assert_same(trace, split_alone(name), 1e-9)
 
 
-@pytest.mark.few("block-gqa-shared-block-True")
-@pytest.mark.parametrize(
-    ("extent", "name", "what", "overlaps"),
-    [
-        ("block", "mla", "experts", False),
-        ("pieces", "mla", "none", False),
-        ("block", "gqa-shared", "block", True),
-    ],
-)
+@pytest.mark.few("gqa-shared-block-True")
+@pytest.mark.parametrize(("name", "what", "overlaps"), [("mla", "experts", False), ("gqa-shared", "block", True)])
 def test_one_loss_with_tensor_parallelism_in_graphs(
-    ranks, split_alone: Callable[[str], Trace], extent: Any, name: str, what: str, overlaps: bool
+    ranks, split_alone: Callable[[str], Trace], name: str, what: str, overlaps: bool
 ) -> None:
     parallel = replace(TP2_EP2, dispatcher="allgather", tp_comm_overlap=overlaps)
-    options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig(what)}
-    for fields in ranks(2, train_compiled, split_recipe(parallel, name, **options), -1, FEW, BACKENDS[extent]):
+    options = {"compile": COMPILED, "memory": MemoryConfig(what)}
+    for fields in ranks(2, train_compiled, split_recipe(parallel, name, **options), -1, FEW):
         trace = Trace(**fields)
         assert_same(trace, split_alone(name), 1e-9)
-        assert extent == "pieces" or trace.num_graphs[0] == 2, "a dense block, one with experts"
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
@@ -470,30 +458,25 @@ def test_one_loss_with_ring_attention(
         assert_same(trace, causal_alone(name), 1e-9)
 
 
-@pytest.mark.few("block")
-@pytest.mark.parametrize("extent", ["block", "pieces"])
-def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[str], Trace], extent: Any) -> None:
-    options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig("experts")}
+def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[str], Trace]) -> None:
+    options = {"compile": COMPILED, "memory": MemoryConfig("experts")}
     recipe = split_recipe(replace(RING_EP2, dispatcher="allgather"), "gqa", **options)
-    for fields in ranks(2, train_compiled, recipe, -1, FEW, BACKENDS[extent]):
+    for fields in ranks(2, train_compiled, recipe, -1, FEW):
         trace = Trace(**fields)
         assert_same(trace, causal_alone("gqa"), 1e-9)
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
-@pytest.mark.few("block-gqa-window-experts-parallel1")
+@pytest.mark.few("gqa-window-experts-parallel1")
 @pytest.mark.parametrize(
-    ("extent", "name", "what", "parallel"),
-    [
-        ("block", "mla", "none", CP2),
-        ("block", "gqa-window", "experts", with_gathered_keys(CP2)),
-    ],
+    ("name", "what", "parallel"),
+    [("mla", "none", CP2), ("gqa-window", "experts", with_gathered_keys(CP2))],
 )
 def test_one_loss_with_context_parallelism_in_graphs(
-    ranks, split_alone: Callable[[str], Trace], extent: Any, name: str, what: str, parallel: ParallelConfig
+    ranks, split_alone: Callable[[str], Trace], name: str, what: str, parallel: ParallelConfig
 ) -> None:
     parallel = replace(parallel, ep=2, dispatcher="allgather")
-    options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig(what)}
+    options = {"compile": COMPILED, "memory": MemoryConfig(what)}
     for fields in ranks(2, train_compiled, split_recipe(parallel, name, **options), -1, FEW):
         trace = Trace(**fields)
         assert_same(trace, split_alone(name), 1e-9)
@@ -540,16 +523,15 @@ EP2 = ParallelConfig(ep=2, dispatcher="allgather")
         pytest.param(replace(EP2, reshard_after_forward=False), "experts", 4, id="dp2-ep2-recompute_experts-starved"),
     ],
 )
-def test_one_loss_with_block_graphs(
+def test_one_loss_with_compiled_pieces(
     ranks, alone: dict[int, Trace], parallel: ParallelConfig, what: str, num_starved: int
 ) -> None:
-    """A rank without tokens compiles nothing again. test_fsdp.py has graphs of experts over both ep and edp; recomputed
-    blocks are beside tensor parallelism."""
-    candidate = recipe(parallel, compile=WHOLE, memory=MemoryConfig(what), micro_batch_sequences=2)
+    """A rank without tokens compiles nothing again. Recomputed blocks are beside tensor parallelism."""
+    candidate = recipe(parallel, compile=COMPILED, memory=MemoryConfig(what), micro_batch_sequences=2)
     for fields in ranks(2, train_compiled, candidate, num_starved, FEW):
         trace = Trace(**fields)
         assert_same(trace, alone[num_starved], 1e-9)
-        assert trace.num_graphs == [4] * FEW, "a dense block, one with experts, two sizes of the loss's softmax"
+        assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
 def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, int]:
@@ -594,7 +576,7 @@ def test_one_loss_with_interleaved_microbatches_bit_for_bit(
 def test_one_loss_with_interleaved_compiled_pieces(ranks, alone: dict[int, Trace], dispatcher: str) -> None:
     of_node = int(dispatcher == "hierarchical")
     parallel = replace(GATHERED_EP2, dispatcher=dispatcher, overlap="microbatch", ep_ranks_per_node=of_node)
-    candidate = recipe(parallel, compile=CompileConfig("on"), micro_batch_sequences=2)
+    candidate = recipe(parallel, compile=COMPILED, micro_batch_sequences=2)
     backend = "aot_eager" if dispatcher == "alltoall" else "eager"  # the dispatcher is outside the graphs
     for fields in ranks(2, train_compiled, candidate, -1, FEW, backend):
         trace = Trace(**fields)

@@ -129,30 +129,24 @@ def test_models_train_on_two_stages_as_in_one_process(
 
 @pytest.mark.few("pieces", "pairs")
 @pytest.mark.parametrize(
-    ("extent", "model", "schedule", "ep", "num_graphs"),
-    [
-        pytest.param("pieces", "gqa", "zbv", 1, None, id="pieces"),
-        pytest.param("pieces", "gqa", "dualpipev", 2, None, id="pairs"),
-        pytest.param("block", "gqa", "interleaved_1f1b", 1, 2, id="blocks"),
-    ],
+    ("schedule", "ep"), [pytest.param("zbv", 1, id="pieces"), pytest.param("dualpipev", 2, id="pairs")]
 )
 def test_stages_and_microbatches_share_their_graphs(
-    ranks: Any, alone: Callable[..., Any], extent: Any, model: str, schedule: str, ep: int, num_graphs: int | None
+    ranks: Any, alone: Callable[..., Any], schedule: str, ep: int
 ) -> None:
     parallel = replace(SCHEDULES[schedule], pp=2, ep=ep, dispatcher="allgather")
     if schedule == "dualpipev":
         parallel = replace(parallel, overlap="microbatch")
-    candidate = replace(recipe_of(parallel, model), compile=CompileConfig("on", extent=extent))
+    candidate = replace(recipe_of(parallel, "gqa"), compile=CompileConfig("on"))
     one = replace(candidate, parallel=ParallelConfig(ep=ep, dispatcher="allgather", accumulate_unsharded=True))
     (of_one,) = {tuple(fields["num_graphs"]) for fields in ranks(ep, one_loss.train_compiled, one, -1, 1, "eager")}
-    backend = one_loss.BACKENDS[extent]  # test_rehearsal.py has pairs whose graphs have a backward
-    answers = ranks(2 * ep, one_loss.train_compiled, candidate, -1, STEPS, backend)
+    # test_rehearsal.py has pairs whose graphs have a backward
+    answers = ranks(2 * ep, one_loss.train_compiled, candidate, -1, STEPS, "eager")
     seen = [one_loss.Trace(**fields) for fields in answers]
     for trace in seen:
-        assert trace.losses == pytest.approx(alone(model, STEPS).losses, rel=1e-9)
+        assert trace.losses == pytest.approx(alone("gqa", STEPS).losses, rel=1e-9)
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
         assert trace.num_graphs[0] <= of_one[0], "no graph for each stage"
-        assert num_graphs is None or trace.num_graphs[0] <= num_graphs + 2, "with two sizes of the loss's softmax"
 
 
 PAIRS = replace(SCHEDULES["dualpipev"], pp=2, ep=2, dispatcher="alltoall", overlap="microbatch")

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config import Recipe
 from titan_moe.config.kernels import KernelOverrides
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
+from titan_moe.config.perf import MemoryConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -273,17 +273,6 @@ def test_symm_mem_interleaved_microbatches_train_as_one_process(
     of_folder = str(tmp_path), "one_loss", "train"
     for fields in ranks(parallel.ep, on_files, *of_folder, one_loss.recipe(parallel), -1, STEPS):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
-
-
-def test_symm_mem_block_graphs_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
-    """test_hierarchical_symm_mem.py has graphs of two levels."""
-    parallel = replace(EP2, expert_clones="auto")
-    whole = one_loss.recipe(parallel, compile=CompileConfig("on", extent="block"))
-    candidate, of_folder = in_one_microbatch(whole, parallel.ep), (str(tmp_path), "one_loss", "train_compiled")
-    for fields in ranks(parallel.ep, on_files, *of_folder, candidate, -1, STEPS):
-        trace = one_loss.Trace(**fields)
-        one_loss.assert_same(trace, alone, 1e-9)
-        assert trace.num_graphs == [4] * STEPS
 
 
 @pytest.mark.few("dp2-ep2")

@@ -95,11 +95,6 @@ CASES: dict[str, dict[str, Any]] = {
         "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
         "memory": MemoryConfig("block"),
     },
-    "recomputed blocks": {
-        "parallel": ParallelConfig(dispatcher="allgather", expert_rank_capacity_factor=1.25),
-        "compile": CompileConfig(extent="block"),
-        "memory": MemoryConfig("block"),
-    },
 }
 
 

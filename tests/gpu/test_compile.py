@@ -1,4 +1,4 @@
-"""Blocks that compile whole, on one GPU: as the pieces compute, few graphs, no wait of the host."""
+"""Compiled blocks on one GPU: they train as eager ones, with few graphs, and the host waits for nothing."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -78,30 +78,17 @@ def train(recipe: Recipe, device: torch.device) -> tuple[list[float], list[int],
 @pytest.mark.parametrize("recompute", ["none", "experts", "block"])
 @pytest.mark.parametrize("dispatcher", ["local", "allgather"])
 @pytest.mark.parametrize("kernels", ["grouped_mm", "fused"])
-def test_whole_blocks_train_as_pieces(kernels: str, dispatcher: str, recompute: str, device: torch.device) -> None:
+def test_compiled_blocks_train_as_eager_ones(
+    kernels: str, dispatcher: str, recompute: str, device: torch.device
+) -> None:
     parallel = ParallelConfig(dispatcher=dispatcher, expert_rank_capacity_factor=0.0)  # the host reads no sizes
-    pieces = replace(RECIPE, perf=PerfConfig(kernels=kernels), parallel=parallel)
-    whole = replace(pieces, compile=CompileConfig(extent="block"), memory=MemoryConfig(recompute))
-    expected, _, _ = train(pieces, device)
+    compiled = replace(RECIPE, perf=PerfConfig(kernels=kernels), parallel=parallel, memory=MemoryConfig(recompute))
+    expected, _, _ = train(replace(compiled, compile=CompileConfig("off")), device)
     torch._dynamo.reset()
     counters.clear()
-    losses, num_graphs, loads = train(whole, device)
+    losses, num_graphs, loads = train(compiled, device)
     torch.testing.assert_close(losses, expected, rtol=5e-3, atol=5e-3)
-    assert num_graphs[0] <= 4, "a dense block, one with experts, the loss's softmax"
+    assert num_graphs[0] <= 6, "a dense block, four pieces of one with experts, the loss's softmax"
     assert num_graphs[STEPS_OF_WARM_UP:] == num_graphs[STEPS_OF_WARM_UP:][:1] * (STEPS - STEPS_OF_WARM_UP)
     assert not counters["graph_break"]
     assert len({str(load) for load in loads}) == STEPS, "the routing changes"
-
-
-def test_kept_activations_shrink_when_experts_are_recomputed_inside_the_graph(device: torch.device) -> None:
-    peaks = []
-    for recompute in ("none", "experts"):
-        recipe = replace(RECIPE, compile=CompileConfig(extent="block"), memory=MemoryConfig(recompute))
-        assembled = assemble(recipe, device)
-        for index in range(3):
-            torch.cuda.reset_peak_memory_stats()
-            at_rest = torch.cuda.memory_allocated()
-            assembled.step(batch(device, index))
-        peaks.append(torch.cuda.max_memory_allocated() - at_rest)
-        torch._dynamo.reset()
-    assert peaks[1] < peaks[0]

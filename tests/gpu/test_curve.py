@@ -31,7 +31,6 @@ ON_A_GPU = (
 FAST = {
     "fused": ("--perf.kernels=fused",),
     "captured": ("--perf.kernels=fused", "--compile.cudagraph=step"),
-    "one_graph_a_block": ("--perf.kernels=fused", "--compile.extent=block", "--compile.cudagraph=step"),
 }
 NUM_RANKS = min(SEQUENCES, 2 ** (max(NUM_GPUS, 1).bit_length() - 1))
 """As many of the GPUs as share out the sequences of a step, and the experts."""

@@ -66,7 +66,6 @@ LAYOUTS = {
     "tiles_zbv_auto_captured": (4, (*V, *TILE, CAPTURED, *VALIDATED)),
     "tiles_zbv_captured": (4, (*V, *TILE, "--parallel.expert_rank_capacity_factor=1.5", CAPTURED, *VALIDATED)),
     "arena_without_overlap": (4, (*V, *EP2, "--parallel.expert_rank_capacity_factor=1.5", PLAIN)),
-    "blocks": (4, (*ONE_F_ONE_B, *TILE, "--compile.extent=block", CAPTURED)),
 }
 
 

@@ -30,9 +30,9 @@ CONFIG = ModelConfig(
 INSIDE_A_BLOCK = {"attention", "dense", "router", "latent", "dispatch", "experts", "combine", "shared"}
 
 
-def build(compiled: str, *, has_regions: bool, extent: str = "pieces") -> Transformer:
+def build(compiled: str, *, has_regions: bool) -> Transformer:
     model = Transformer(CONFIG)
-    regional.apply(model, CompileConfig(compiled, extent=extent), CPU)
+    regional.apply(model, CompileConfig(compiled), CPU)
     if has_regions:
         regions.apply(model)
     init_weights(model, seed=0, std=0.2, num_layers=CONFIG.num_layers)
@@ -57,18 +57,15 @@ def test_regions_name_every_part_and_change_nothing_else() -> None:
         assert torch.equal(parameter.grad, other.grad)
 
 
-@pytest.mark.parametrize(
-    ("extent", "inside"),
-    [("pieces", INSIDE_A_BLOCK - {"dense"}), ("block", set())],  # a compiled dense block is one graph
-)
-def test_regions_keep_compiled_graphs(monkeypatch: pytest.MonkeyPatch, extent: str, inside: set[str]) -> None:
+def test_regions_keep_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, names = [], set()
     for has_regions in (False, True):
         with monkeypatch.context() as patch:
             torch._dynamo.reset()
             counter = CompileCounterWithBackend("eager")  # the graphs as Dynamo makes them
             patch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-            _, names = trace(build("on", has_regions=has_regions, extent=extent))
+            _, names = trace(build("on", has_regions=has_regions))
             counts.append((counter.frame_count, counter.op_count))
     assert counts[0] == counts[1]
-    assert names == inside | {"embedding", "block", "head"}
+    # a compiled dense block is one graph
+    assert names == (INSIDE_A_BLOCK - {"dense"}) | {"embedding", "block", "head"}

@@ -128,7 +128,7 @@ def test_train_benchmark_runs_recipes_variants_and_peers(bench: Any, tmp_path: P
     ]
     assert rows[-1].result == {"error": "torchtitan has no mixtral_8x7b"}
     assert [row.facts["overlap"] for row in rows[:4]] == ["tile", "none", "tile", "none"]
-    assert rows[1].facts["dispatcher"] == "allgather, ep 8" and rows[1].facts["CUDA graph"] == "step (pieces)"
+    assert rows[1].facts["dispatcher"] == "allgather, ep 8" and rows[1].facts["CUDA graph"] == "step (compiled)"
 
 
 def test_train_benchmark_appends_rows_to_a_file(bench: Any, tools: Any, tmp_path: Path) -> None:

@@ -88,26 +88,6 @@ def test_trace_report_lists_compiled_functions(tiny, monkeypatch: pytest.MonkeyP
     assert "front (layers/block.py" in report and "compute (layers/experts.py" in report
 
 
-def test_trace_of_block_graphs_has_blocks_as_one_part(
-    tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    run = tiny("--compile.regional=on", "--compile.extent=block")
-    with caplog.at_level("INFO", "titan_moe"):
-        assert trace(run, "--profile.num_steps=2") == 0
-    assert 'compile.extent = "pieces" breaks them down' in caplog.text
-    timeline = read_trace(next((run.folder / "trace" / "traces").iterdir()))
-    result = break_down(timeline)
-    assert result.parts.keys() >= {"embedding", "block", "head", "clip", "optimizer"}
-    assert not result.parts.keys() & {"attention", "router", "dispatch", "experts", "combine"}
-    assert result.parts["block"].forward_ms > 0 and named_share(timeline, is_backward=True) > 0.98
-    report = (run.folder / "trace" / "report.html").read_text()
-    assert "0 graph breaks, 0 recompiles, 0 compilations during the traced steps" in report
-    row = report.partition("<td>rest of the blocks</td>")[2].partition("</tr>")[0]
-    assert "FLOP/s" in row, "the work of all parts inside the block"
-
-
 def test_trace_attributes_communication_of_ranks(ranks, tiny) -> None:
     run = tiny("--parallel.ep=2", "--parallel.dispatcher=alltoall")
     run.on(ranks, 2, verb="trace")

@@ -69,8 +69,6 @@ def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield "experts are sharded, so GEMMs would need a copy of a rank's own weights"
     if recipe.precision.compute == recipe.precision.master:
         yield "precision.compute is precision.master, so GEMMs would need a copy of a rank's own weights"
-    if recipe.compile.compiles_blocks("cpu" if recipe.run.device == "cpu" else "cuda"):
-        yield "blocks are graphs, in which GEMMs would need a copy of a rank's own weights"
     if p.pp > 1 or p.overlap == "microbatch":
         yield "microbatches in flight share the copies of a rank's own weights, and have different clones"
     if recipe.memory.recompute != "none":

@@ -21,7 +21,7 @@ class DispatcherFacts:
     """The rows that a rank sends: none; all rows to every rank; each row once to every rank that holds one of its
     experts; or each row once to every node that holds one, which forwards it to those ranks."""
     reads_host: bool = True
-    """Whether the host reads sizes from the device. A CUDA graph or the graph of a whole block cannot contain that."""
+    """Whether the host reads sizes from the device. A CUDA graph cannot contain that."""
     needs_cuda: bool = False
     is_one_node: bool = False  # whether the ranks of an ep group must be on one node
     shares_memory: bool = False  # whether ranks of a node exchange rows through symmetric memory

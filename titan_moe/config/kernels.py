@@ -44,8 +44,8 @@ class KernelOverrides:
     head: Literal["no", "torch", "triton"] = "no"
     """Cross entropy of the output head: softmax and its gradient between the GEMMs, and their buffers."""
     gradients: Literal["no", "torch", "triton"] = "no"
-    """Accumulation of bf16 gradients of expert weights into fp32, where experts are unsharded (edp = 1) and their block
-    is not one graph; elsewhere FSDP or the graph does it."""
+    """Accumulation of bf16 gradients of expert weights into fp32, where experts are unsharded (edp = 1); elsewhere FSDP
+    does it."""
 
 
 DEFAULT_KERNELS = Kernels()

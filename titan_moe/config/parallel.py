@@ -122,8 +122,8 @@ class ParallelConfig:
     `microbatch`: For use between nodes, with a dispatcher of collectives. The forward of a microbatch is interleaved
     with the backward of the previous one, block by block (DualPipe without pipeline stages, arXiv:2412.19437). Weight
     gradients of fused experts are delayed until the gradients of rows are sent. Needs `accumulate_unsharded`, at least
-    two microbatches a step, the default model class and compile.extent = "pieces". Keeps the activations of little more
-    than one microbatch. With pp it merges forwards and backwards of a rank, for the schedules `dualpipev` (no other
+    two microbatches a step and the default model class. Keeps the activations of little more than one microbatch. With
+    pp it merges forwards and backwards of a rank, for the schedules `dualpipev` (no other
     changes), `interleaved_1f1b` (one more microbatch of a stage in flight; arXiv:2603.07685) and `1f1b` (twice as many
     microbatches in flight). The bubble does not change if stages take equal time.
     """
@@ -143,7 +143,7 @@ class ParallelConfig:
     slots than a clone costs. A rank receives up to as many experts of a layer in forward as it has replica slots, and
     sends as many gradients in backward. It means "off", and `titan-moe check` says so, without shared memory in an ep
     group; with microbatches that are small or in flight together; with experts that are sharded, in fp8, recomputed or
-    in precision.master; with blocks as graphs; and without a capacity bound.
+    in precision.master; and without a capacity bound.
     """
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs

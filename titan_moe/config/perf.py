@@ -47,17 +47,11 @@ class CompileConfig:
     """torch.compile and CUDA graphs."""
 
     regional: Literal["on_cuda", "on", "off"] = "on_cuda"
-    """Compile every block with `fullgraph=True`.
+    """Compile every block with `fullgraph=True`, in pieces: the dense part, the router, the experts and the shared
+    experts are one graph each, and a dense block is one. Dispatch and combine run eagerly.
     `on_cuda`: On GPUs.
     `on`: On all devices.
     `off`: Never."""
-    extent: Literal["pieces", "block"] = "pieces"
-    """The part of a block that is compiled as one graph.
-    `pieces`: The dense part, the router, the experts and the shared experts are one graph each; dispatch and combine
-    run eagerly.
-    `block`: The whole block is one graph. Needs a dispatcher without host reads.
-    Traces do not break a block down into parts. If the capacity bounds each layer, blocks run eagerly while the bound
-    is lifted (rerun steps, validation)."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Capture GPU work as a CUDA graph and replay it, so that the host launches one graph instead of every kernel.
     `titan-moe check` names the settings of a recipe that prevent it.
@@ -68,10 +62,6 @@ class CompileConfig:
     def compiles(self, device: str = "cuda") -> bool:
         """Whether a run compiles on a type of device."""
         return self.regional == "on" or (self.regional == "on_cuda" and device == "cuda")
-
-    def compiles_blocks(self, device: str = "cuda") -> bool:
-        """Whether a block with dispatch and combine is one graph on a type of device. Hooks cannot run inside it."""
-        return self.compiles(device) and self.extent == "block"
 
 
 @dataclass(frozen=True)

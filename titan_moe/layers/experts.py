@@ -88,7 +88,7 @@ class GroupedExperts(nn.Module):
         return self.compute(inputs, rows, weights)
 
     def compute(self, inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
-        """The same with given rows and weights; compiled by itself where blocks run in pieces."""
+        """The same with given rows and weights; compiled by itself."""
         return inputs.run_mlp(self.mlp, rows, weights)
 
 

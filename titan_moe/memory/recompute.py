@@ -35,8 +35,7 @@ def apply(model: nn.Module, config: MemoryConfig) -> None:
     """Replace the forward of the selected modules by one that keeps only its inputs. Parameter names do not change.
 
     Runs after compile: the checkpointed region then surrounds the compiled one, which is exact on every supported
-    version of torch. The experts of a block that is one graph are the exception: their checkpointed region is inside
-    the graph, and the compiler keeps only their inputs, which is exact too.
+    version of torch.
     """
     is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
     for module in RECOMPUTED[config.recompute](model):

@@ -1,8 +1,8 @@
 """Wrap the parts of a built model in regions, by which a trace is broken down.
 
 This is a transform: layers contain no tracing code, and untraced runs do not apply it. It wraps methods after compile,
-so that a compiled graph is unchanged and one range; the parts inside a block that is one graph have no ranges. It wraps
-before recompute, so that a recomputed forward has its range too.
+so that a compiled graph is unchanged and one range. It wraps before recompute, so that a recomputed forward has its
+range too.
 """
 
 from torch import nn

@@ -31,17 +31,16 @@ def apply(
     precision: PrecisionConfig,
     meshes: Meshes,
     *,
-    unshard_experts_with_block: bool = False,
     gradients: Backend = "torch",
     delay_weight_grads_of_experts: bool = False,
     replicas: ReplicaSlots | None = None,
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
-    With `unshard_experts_with_block`, experts are gathered in their block's pre-forward hook: no hook of their own can
-    run inside a graph, nor where blocks run in pieces (`ManualFSDP`). `gradients` is the backend that accumulates those
-    of unsharded experts. `delay_weight_grads_of_experts` computes them while gradients of rows are sent. `replicas` are
-    those of `expert.apply`.
+    Where microbatches are interleaved, experts are gathered in their block's pre-forward hook: hooks of their own would
+    run in its pieces (`ManualFSDP`). `gradients` is the backend that accumulates those of unsharded experts.
+    `delay_weight_grads_of_experts` computes them while gradients of rows are sent. `replicas` are those of
+    `expert.apply`.
     """
     policy = _mixed_precision(precision)
     reshards = not config.accumulate_unsharded
@@ -69,7 +68,7 @@ def apply(
             else:
                 _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
         fully_shard(block, reshard_after_forward=reshards and config.reshard_after_forward, **options)
-        if unshard_experts_with_block:
+        if config.overlap == "microbatch":
             for experts in _experts_of(block):
                 _unshard_in_pre_forward(experts, block)
     fully_shard(model, reshard_after_forward=False, **options)

@@ -162,8 +162,8 @@ def _parts(result: Breakdown, run: TracedRun) -> str:
     note = (
         "Work is the minimum of a step: FLOPs of forward and backward without recomputation, bytes of AdamW, bytes "
         "received from other ranks. The roofline is the time for it at the device's peak. Backward includes "
-        "recomputation. A compiled graph is one part, with its norms and residuals. A block that is one graph, such as "
-        "a dense block, counts as rest of the blocks."
+        "recomputation. A compiled graph is one part, with its norms and residuals. A compiled dense block counts as "
+        "rest of the blocks."
     )
     if QUANTISATION in result.parts:
         note += (

@@ -174,19 +174,17 @@ def build_parts(
         context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
         weight_grads.apply(part, queue, recipe, device)  # delays those of what will not be compiled
-        regional.apply(part, recipe.compile, device)  # blocks or pieces: the hooks of FSDP stay outside the graphs
+        regional.apply(part, recipe.compile, device)  # pieces: the hooks of FSDP stay outside the graphs
         if recipe.profile.start_step:
             regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones
-        recompute.apply(part, recipe.memory)  # around compiled code; of experts also inside it
-        unshard_with_block = recipe.compile.compiles_blocks(device.type) or recipe.parallel.overlap == "microbatch"
+        recompute.apply(part, recipe.memory)  # around compiled code
         fsdp.apply(  # outermost: gathers around compiled code
             part,
             recipe.parallel,
             recipe.precision,
             meshes,
-            unshard_experts_with_block=unshard_with_block,
             gradients=recipe.perf.chosen_kernels.gradients,
-            delay_weight_grads_of_experts=delays_weight_grads(recipe, device),
+            delay_weight_grads_of_experts=delays_weight_grads(recipe),
             replicas=replicas,
         )
         part.to_empty(device=device)
@@ -202,14 +200,13 @@ def replica_slots(recipe: Recipe) -> ReplicaSlots:
     return ReplicaSlots(num_clones(recipe), cost=COST_SLOTS)
 
 
-def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
+def delays_weight_grads(recipe: Recipe) -> bool:
     """Whether weight gradients of experts are computed while gradients of rows are sent.
 
-    Not with recompute or block graphs, which fix another order.
+    Not with recompute, which fixes another order.
     """
     p, is_fused = recipe.parallel, recipe.perf.chosen_kernels.experts == "fused"
-    fixes_order = recipe.memory.recompute != "none" or recipe.compile.compiles_blocks(device.type)
-    return p.overlap == "microbatch" and is_fused and not fixes_order
+    return p.overlap == "microbatch" and is_fused and recipe.memory.recompute == "none"
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

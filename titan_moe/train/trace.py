@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from titan_moe.kernels.device import device_name
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.pipeline.describe import simulate_step
 from titan_moe.plan.pipeline.parts import training_flops_of_rank
-from titan_moe.plan.roofline import Work, step_work
+from titan_moe.plan.roofline import step_work
 from titan_moe.profile.compile_trace import compile_report, start_records
 from titan_moe.profile.lane_report import describe_lanes, lane_picture
 from titan_moe.profile.lanes import read_lanes
@@ -28,8 +28,6 @@ logger = logging.getLogger("titan_moe")
 
 MORE_STEPS = 3
 """Steps beside the traced ones, at least: the first, the profiler's warm-up, and one that is launched."""
-INSIDE_A_BLOCK = ("attention", "dense", "router", "latent", "dispatch", "experts", "combine", "shared")
-"""Parts without a region of their own if a block is one graph."""
 
 
 def run(recipe: Recipe) -> None:
@@ -63,9 +61,6 @@ def run(recipe: Recipe) -> None:
     report.write_text(html, encoding="utf-8")
     _log_speed(tracer, timeline)
     logger.info("the report is %s", report)
-    if short.compile.compiles_blocks(_device(short).type):
-        way_out = 'compile.extent = "pieces" breaks them down'
-        logger.info('compile.extent = "block": the report has blocks as one part; %s', way_out)
 
 
 def shortened(recipe: Recipe) -> Recipe:
@@ -117,11 +112,9 @@ def _log_speed(tracer: SteadyTracer, timeline: Timeline) -> None:
 
 def _traced_run(recipe: Recipe, tracer: SteadyTracer) -> TracedRun:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    device = _device(recipe)
-    name = device_name(device)
+    is_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
+    name = device_name(torch.device("cuda" if is_gpu else "cpu"))
     work = step_work(recipe, world_size)
-    if recipe.compile.compiles_blocks(device.type):
-        work = _in_blocks(work)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
     sizes = resolve(recipe.parallel, world_size)
     num_tokens //= sizes.dp * sizes.cp * sizes.tp
@@ -144,15 +137,3 @@ def _pipeline(recipe: Recipe, folder: Path, tracer: SteadyTracer) -> str:
     planned = simulate_step(recipe, world_size)
     (folder / "pipeline.svg").write_text(lane_picture(measured, planned), encoding="utf-8")
     return describe_lanes(measured, planned)
-
-
-def _in_blocks(work: dict[str, Work]) -> dict[str, Work]:
-    """The same work, with the parts inside a block summed up as "block"."""
-    inside = [work[part] for part in INSIDE_A_BLOCK if part in work]
-    sums = {field.name: sum(getattr(part, field.name) for part in inside) for field in fields(Work)}
-    return {part: amount for part, amount in work.items() if part not in INSIDE_A_BLOCK} | {"block": Work(**sums)}
-
-
-def _device(recipe: Recipe) -> torch.device:
-    is_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if is_gpu else "cpu")

@@ -85,24 +85,24 @@ EP2 = {"ep": 2, "dispatcher": "alltoall"}
 LOOP, LOOPS, _, ZBV, _ = (replace(schedule, pp=2) for schedule in SCHEDULES.values())
 GATHERED = replace(LOOP, ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0)
 CASES: dict[str, tuple[Any, ...]] = {
-    "1f1b_blocks_recompute": ("mla", "block", -1, "block", GATHERED),
-    "interleaved_tp": ("mla-latent-gate", "none", -1, "pieces", replace(LOOPS, tp=2)),
-    "zbv_tied_skew_recompute": ("gqa-tied", "experts", 4, "pieces", replace(ZBV, **EP2)),
-    "pairs": ("gqa", "none", -1, "pieces", pipelines.PAIRS),
-    "overflow": ("gqa", "none", 4, "pieces", replace(GATHERED, expert_rank_capacity_factor=BOUND)),
+    "1f1b_recompute": ("mla", "block", -1, GATHERED),
+    "interleaved_tp": ("mla-latent-gate", "none", -1, replace(LOOPS, tp=2)),
+    "zbv_tied_skew_recompute": ("gqa-tied", "experts", 4, replace(ZBV, **EP2)),
+    "pairs": ("gqa", "none", -1, pipelines.PAIRS),
+    "overflow": ("gqa", "none", 4, replace(GATHERED, expert_rank_capacity_factor=BOUND)),
 }
-WITH_AUTOGRAD_GRAPHS = {"1f1b_blocks_recompute", "pairs"}
-"""An extent each whose graphs are also made for backward; of the others Dynamo makes the graphs, and they run as they
+WITH_AUTOGRAD_GRAPHS = {"1f1b_recompute", "pairs"}
+"""Those whose graphs are also made for backward; of the others Dynamo makes the graphs, and they run as they
 are: what is compiled, when, and what it leaves behind is the same."""
 
 
-@pytest.mark.few("1f1b_blocks_recompute", "zbv_tied_skew_recompute", "overflow")
+@pytest.mark.few("1f1b_recompute", "zbv_tied_skew_recompute", "overflow")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_run_has_the_bits_of_one_without_rehearsal_and_compiles_before_its_messages(ranks: Any, case: str) -> None:
-    model, memory, num_starved, extent, parallel = CASES[case]
+    model, memory, num_starved, parallel = CASES[case]
     backend = "aot_eager" if case in WITH_AUTOGRAD_GRAPHS else "eager"
-    recipe = replace(pipelines.recipe_of(parallel, model, memory), compile=CompileConfig("on", extent=extent))
+    recipe = replace(pipelines.recipe_of(parallel, model, memory), compile=CompileConfig("on"))
     num_ranks = 2 * max(parallel.ep, parallel.tp, parallel.dp_shard)
     plain, rehearsed = (ranks(num_ranks, train, recipe, num_starved, rehearses, backend) for rehearses in (False, True))
     for rank, (one, other) in enumerate(zip(plain, rehearsed, strict=True)):

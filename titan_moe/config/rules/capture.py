@@ -15,9 +15,11 @@ def obstacles(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.run.device == "cpu":
         yield 'run.device = "cpu" has no CUDA graphs; take "cuda"'
     if recipe.model.num_moe_layers > 0 and recipe.parallel.facts.reads_host:
+        movers = dispatchers_for(recipe, world_size, lambda facts: facts.moves_rows and not facts.reads_host)
+        others = dispatchers_for(recipe, world_size, lambda facts: not facts.moves_rows and not facts.reads_host)
         yield (
             f'parallel.dispatcher = "{recipe.parallel.dispatcher}" reads the counts of every layer on the host; take '
-            f"{without_host_reads(recipe, world_size)}"
+            f"{movers}, or {others} with parallel.ep = 1"
         )
     if recipe.model.num_moe_layers > 0 and recipe.perf.chosen_kernels.experts == "reference":
         key = key_of_kernel(recipe, "experts")
@@ -32,10 +34,3 @@ def obstacles(recipe: Recipe, world_size: int) -> Iterator[str]:
             f'memory.recompute = "block" saves the random state on the host around blocks of model.class = '
             f'"{recipe.model.class_}", which may draw random numbers; take "experts" or "none"'
         )
-
-
-def without_host_reads(recipe: Recipe, world_size: int) -> str:
-    """List the dispatchers that a graph can contain, for a way out."""
-    movers = dispatchers_for(recipe, world_size, lambda facts: facts.moves_rows and not facts.reads_host)
-    others = dispatchers_for(recipe, world_size, lambda facts: not facts.moves_rows and not facts.reads_host)
-    return f"{movers}, or {others} with parallel.ep = 1"

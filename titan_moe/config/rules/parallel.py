@@ -233,8 +233,6 @@ def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> I
             f"{setting} runs two microbatches on the same gathered parameters; set parallel.accumulate_unsharded = "
             f"true, or take {way_out}"
         )
-    if recipe.compile.compiles_blocks():
-        yield f'{setting} runs blocks in pieces; take compile.extent = "pieces", or {way_out}'
     if recipe.memory.recompute == "block":
         yield f'{setting} runs blocks in pieces; take memory.recompute = "experts" or "none", or {way_out}'
     if recipe.model.class_ != ModelConfig.class_:

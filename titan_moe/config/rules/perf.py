@@ -8,7 +8,7 @@ from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
 from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.capture import obstacles, without_host_reads
+from titan_moe.config.rules.capture import obstacles
 from titan_moe.config.rules.rule import key_of_kernel, nearest_multiples, rule, rules_in
 from titan_moe.config.skew import obstacles_to_skew
 
@@ -202,17 +202,6 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
 def flex_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
         yield 'precision.compute = "fp64" has no perf.attention = "flex"; take bf16 or fp32, or perf.attention = "math"'
-
-
-@rule("a graph cannot contain a host read")
-def block_graphs_have_no_host_reads(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
-        yield (
-            f'compile.extent = "block" excludes parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
-            f"on the host; take {without_host_reads(recipe, world_size)}, or "
-            'compile.extent = "pieces"'
-        )
 
 
 @rule("without experts nothing would be recomputed")

@@ -100,11 +100,6 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
             f"{setting} splits backwards, but memory.recompute = "
             f'"{recipe.memory.recompute}" needs whole ones; take "none", or {way_out}'
         )
-    if recipe.compile.compiles_blocks():
-        yield (
-            f'{setting} splits backwards, but compile.extent = "block" needs whole ones; take compile.extent = '
-            f'"pieces", or {way_out}'
-        )
     if not p.accumulate_unsharded:
         yield (
             f"{setting} reduces gradients after the last weight gradient; set parallel.accumulate_unsharded = true, "

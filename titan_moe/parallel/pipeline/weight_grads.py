@@ -5,8 +5,8 @@ projections, dense layers, shared experts, latent projections. Not delayed are
 
 * embeddings, norms, biases and routers, which are small;
 * the head: its loss computes both gradients in forward;
-* what runs in a compiled graph, which has no side effects. Under `compile.extent = "pieces"` these are attention,
-  shared experts and dense layers. Experts in Triton run outside of graphs then, so their gradients are delayed;
+* what runs in a compiled graph, which has no side effects: attention, shared experts and dense layers. Experts in
+  Triton run outside of graphs then, so their gradients are delayed;
 * converted linear layers, those of `tp_comm_overlap`, and experts in emulated formats;
 * fused experts that get their rows over symmetric memory, while their arena keeps nothing: while a capacity factor
   of "auto" has no bound, and in steps that are taken again.
