@@ -83,8 +83,8 @@ def test_captured_failure_names_the_reason_and_the_recipe_field() -> None:
             finally:
                 raise RuntimeError("operation failed due to a previous error during capture")
 
-    captured = Captured(scaled_sum, Refuses(), name="a microbatch")
-    with pytest.raises(RuntimeError, match=r'a microbatch cannot.*not permitted.*\n.*compile.cudagraph = "off"'):
+    captured = Captured(scaled_sum, Refuses())
+    with pytest.raises(RuntimeError, match=r'the step cannot.*not permitted.*\n.*compile.cudagraph = "off"'):
         captured((torch.ones(3), None), torch.tensor(1.0))
 
 

@@ -409,11 +409,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
         ),
         (f"{INTERLEAVED} --parallel.dispatcher=local --parallel.ep=1", 8, 'parallel.dispatcher = "local" has none'),
         (
-            f"{INTERLEAVED} --compile.cudagraph=microbatch --run.device=cuda",
-            8,
-            'compile.cudagraph = "microbatch" replays the same graph for every microbatch',
-        ),
-        (
             "--parallel.pp_schedule=zbv",
             8,
             'parallel.pp_schedule = "zbv" needs a pipeline, but parallel.pp = 1; raise pp',
@@ -450,12 +445,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             '"experts" needs whole ones; take "none", or',
         ),
         (f"{ZERO_BUBBLE} --memory.recompute=block", 8, 'memory.recompute = "block" needs whole ones; take "none", or'),
-        (
-            f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --compile.cudagraph=microbatch "
-            "--run.device=cuda",
-            8,
-            'parallel.pp = 2 has several in flight; take "step", which captures all actions of a rank, or "off"',
-        ),
         (  # 5 has no divisor between 1 and itself
             "--parallel.dispatcher=hierarchical --parallel.ep=5 --parallel.ep_ranks_per_node=3",
             10,
@@ -725,7 +714,7 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.dispatcher=symm_mem",
         "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",
         "--parallel.dispatcher=symm_mem --compile.cudagraph=step --run.device=cuda",
-        "--parallel.dispatcher=symm_mem --compile.cudagraph=microbatch --memory.recompute=block --run.device=cuda",
+        "--parallel.dispatcher=symm_mem --compile.cudagraph=step --memory.recompute=block --run.device=cuda",
         "--precision.linears=fp8_tensorwise --precision.all_gather=format --precision.modules_in_compute=layers.0.*",
         "--precision.linears=fp8_rowwise --precision.wgrad=compute --train.seq_len_tokens=20",
         "--precision.format=nvfp4 --precision.backend=emulated --run.device=cpu --precision.compute=fp32",

@@ -29,6 +29,7 @@ from titan_moe.parallel import symm_memory
 from titan_moe.train import capacity_control
 from titan_moe.train.build import assemble
 from titan_moe.train.capacity_control import CapacityControl
+from titan_moe.train.step import TrainStep
 from titan_moe.train.step_runner import StepRunner
 
 pytestmark = pytest.mark.interpreted
@@ -73,10 +74,12 @@ def miss_a_step(candidate: Recipe) -> tuple[str, bool, list[bool]]:
     run.step(one_loss.batch_of(0, candidate.train.micro_batch_sequences))
     before = [tensor.clone() for tensor in all_tensors(run)]
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    results, said, take = [], "", run.step.step
-    run.step.replay = lambda batch: results.append(take(batch)) or results[-1]
+    results, said, take = [], "", TrainStep.__call__
     run.step.step.capacity.check.__self__.set_limit(0.1)
-    with mock.patch.object(symm_mem, "symm_barrier", lambda *_: None) if is_last else nullcontext():
+    with (
+        mock.patch.object(TrainStep, "__call__", lambda *args: results.append(take(*args)) or results[-1]),
+        mock.patch.object(symm_mem, "symm_barrier", lambda *_: None) if is_last else nullcontext(),
+    ):
         try:
             run.step(one_loss.batch_of(1, candidate.train.micro_batch_sequences))
         except RuntimeError as error:
@@ -282,7 +285,7 @@ def test_symm_mem_overflow_takes_the_step_again(ranks: Any, tmp_path: Path, para
     bounded = replace(parallel, expert_rank_capacity_factor=1.4)
     exact = ranks(1, step_runner.train, step_runner.RECIPE)[0]
     candidate = replace(step_runner.RECIPE, parallel=bounded)
-    runs = ranks(parallel.ep, on_files, str(tmp_path), "step_runner", "train", candidate, "step")
+    runs = ranks(parallel.ep, on_files, str(tmp_path), "step_runner", "train", candidate, True)
     for other in runs:
         step_runner.assert_equal(exact, other, 1e-9)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0

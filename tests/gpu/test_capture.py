@@ -56,8 +56,8 @@ def batch(device: torch.device, step: int, num_sequences: int = 2) -> Batch:
     return Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)
 
 
-def captured(recipe: Recipe, extent: str) -> Recipe:
-    return replace(recipe, compile=replace(recipe.compile, cudagraph=extent))
+def captured(recipe: Recipe) -> Recipe:
+    return replace(recipe, compile=replace(recipe.compile, cudagraph="step"))
 
 
 def launched(recipe: Recipe, device: torch.device) -> Assembly:
@@ -98,12 +98,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("extent", ["microbatch", "step"])
 @pytest.mark.parametrize("name", CASES)
-def test_replayed_steps_are_the_launched_steps(name: str, extent: str, device: torch.device) -> None:
-    if (name, extent) == ("gathered once", "microbatch"):
-        pytest.skip("a rule forbids it: the first and the last microbatch differ")
-    recipe = captured(replace(RECIPE, **CASES[name]), extent)
+def test_replayed_steps_are_the_launched_steps(name: str, device: torch.device) -> None:
+    recipe = captured(replace(RECIPE, **CASES[name]))
     compile_once(recipe, device)
     losses, weights = train(launched(recipe, device), recipe, device)
     replayed_losses, replayed_weights = train(assemble(recipe, device), recipe, device)
@@ -112,9 +109,8 @@ def test_replayed_steps_are_the_launched_steps(name: str, extent: str, device: t
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("extent", ["microbatch", "step"])
-def test_steps_that_are_recorded_anew_are_the_same(extent: str, device: torch.device) -> None:
-    recipe = captured(RECIPE, extent)
+def test_steps_that_are_recorded_anew_are_the_same(device: torch.device) -> None:
+    recipe = captured(RECIPE)
     compile_once(recipe, device)
     losses, _ = train(launched(recipe, device), recipe, device)
     run = assemble(recipe, device)
@@ -125,7 +121,7 @@ def test_steps_that_are_recorded_anew_are_the_same(extent: str, device: torch.de
 
 
 def test_a_replayed_step_waits_for_nothing(device: torch.device) -> None:
-    run = assemble(replace(RECIPE, compile=CompileConfig(cudagraph="step")), device)
+    run = assemble(captured(RECIPE), device)
     data = batch(device, 0)
     for _ in range(5):
         run.step(data)
@@ -138,8 +134,7 @@ def test_a_replayed_step_waits_for_nothing(device: torch.device) -> None:
     assert result.loss.isfinite()
 
 
-@pytest.mark.parametrize("extent", ["microbatch", "step"])
-def test_a_validation_between_replays_sees_their_weights(extent: str, device: torch.device) -> None:
+def test_a_validation_between_replays_sees_their_weights(device: torch.device) -> None:
     """As one between launched steps does; and it changes nothing."""
 
     def validated(run: Assembly) -> list[tuple[float, float]]:
@@ -150,6 +145,6 @@ def test_a_validation_between_replays_sees_their_weights(extent: str, device: to
             losses.append((loss, held_out.item()))
         return losses
 
-    recipe = captured(RECIPE, extent)
+    recipe = captured(RECIPE)
     compile_once(recipe, device)
     assert validated(assemble(recipe, device)) == validated(launched(recipe, device))

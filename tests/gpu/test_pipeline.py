@@ -144,7 +144,7 @@ def launch_and_replay(recipe: Recipe, port: int) -> tuple[list[float], list[floa
 def recipe_of(parallel: ParallelConfig, **changes: Any) -> Recipe:
     """Bit for bit reproducible, so without torch.compile: two launched runs of ranks differ in last digits with it."""
     train = replace(capture.RECIPE.train, global_batch_sequences=8, micro_batch_sequences=1)
-    recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes), "step")
+    recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes))
     return replace(
         recipe,
         model=replace(recipe.model, num_layers=6),

@@ -37,27 +37,6 @@ def test_replay_ignores_work_of_earlier_steps(trace_events: ModuleType) -> None:
     assert [span.part for span in read_events([*late, *trace_events.REPLAYED_STEPS]).spans] == expected
 
 
-def test_replay_of_microbatches_has_all_graphs_of_a_step(trace_events: ModuleType) -> None:
-    """Two graphs in a step, and work of the host between and after them, which has a part of its own."""
-    e = trace_events
-    replayed = [
-        e.event("user_annotation", "ProfilerStep#6", 3000, 4000),
-        e.replay(11, 3010, 3020),
-        e.launch(12, 3030, 3040),
-        e.replay(13, 3050, 3060),
-        e.part("clip", 3070, 3100),
-        e.launch(14, 3080, 3090),
-        e.kernel(11, "gemm", 3030, 3100),
-        e.kernel(12, "copy", 3100, 3110),
-        e.kernel(13, "gemm", 3110, 3200),
-        e.kernel(13, "gemm", 3200, 3300),
-        e.kernel(14, "adamw", 3300, 3400),
-    ]
-    launched = [event for event in trace_events.REPLAYED_STEPS if event["ts"] < 1000]
-    found = read_events([*launched, *replayed]).spans
-    assert [span.part for span in found] == ["attention", "other", "experts", "attention", "clip"]
-
-
 def step(*kernels: str, part: str = "") -> list[Span]:
     """Kernels "name:part", one after the other."""
     split = [kernel.partition(":") for kernel in kernels]

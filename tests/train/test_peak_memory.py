@@ -123,13 +123,14 @@ def test_peak_without_an_arena_is_the_allocators(step: Step) -> None:
 def test_pools_of_recordings_count_whole_until_they_are_released(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_moe.train.step_runner.idle_pool_bytes", lambda _: 4 * GIB)
     run = runner_of(step)
-    run.captured, arena = SimpleNamespace(num_recordings=0), step.capacity.arena
+    arena = step.capacity.arena
 
-    def replay(batch: Batch) -> Any:
-        run.captured.num_recordings = 1
-        return step(batch)
+    class Replayed(SimpleNamespace):
+        def __call__(self, batch: Batch) -> Any:
+            self.num_recordings = 1
+            return step(batch)
 
-    run.replay = replay
+    run.captured = Replayed(num_recordings=0, release=lambda: None)
     step.plan((5 * GIB, 1.0), (3 * GIB, 1.0))
     run(BATCH)  # the capture holds 5
     assert run.memory.gib == (5 * GIB + arena.num_bytes) / GIB, "what is captured is allocated while it is"

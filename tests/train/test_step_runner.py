@@ -86,7 +86,9 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1, poison: float = math.inf) -> dict[str, Any]:
+def train(
+    recipe: Recipe, is_captured: bool = False, poisoned_step: int = -1, poison: float = math.inf
+) -> dict[str, Any]:
     """Losses, norms, weights, moments and counters after all steps; slots are bounded to the slot."""
     capacity.SLOTS_ALIGNMENT, spikes.WINDOW_STEPS = 1, 4
     run = assemble(recipe, torch.device("cpu"))
@@ -101,7 +103,7 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1, poison: 
     step = run.step.step if poisoned_step < 0 else replace(run.step.step, forward_backward=run_batch)
     control, memory = run.step.control, run.step.memory
     assert control is None or control.largest.args == (memory,), "what the runner notes is what the control reads"
-    take = step_runner.StepRunner(step, run.schedule, extent, Repeater, control, memory=memory)
+    take = step_runner.StepRunner(step, run.schedule, is_captured, Repeater, control, memory=memory)
     losses, norms, reruns, factors, in_row = [], [], [], [], []
     for index in range(STEPS):
         is_poisoned = index == poisoned_step
@@ -140,13 +142,13 @@ class Dropping(Transformer):
     block_class = DroppingBlock
 
 
-def train_dropping(recipe: Recipe, extent: str) -> dict[str, Any]:
+def train_dropping(recipe: Recipe, is_captured: bool) -> dict[str, Any]:
     """The same of a model with dropout, whose ranks draw different numbers."""
     module = ModuleType("dropping")
     module.Dropping = Dropping
     torch.manual_seed(dist.get_rank())
     with mock.patch.dict(sys.modules, dropping=module):
-        return train(replace(recipe, model=replace(recipe.model, class_="dropping:Dropping")), extent)
+        return train(replace(recipe, model=replace(recipe.model, class_="dropping:Dropping")), is_captured)
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> None:
@@ -162,46 +164,42 @@ def exact(ranks: Any) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def exact_with_dropout(ranks: Any) -> dict[str, Any]:
-    return ranks(4, train_dropping, replace(RECIPE, parallel=SPREAD), "off")[0]
+    return ranks(4, train_dropping, replace(RECIPE, parallel=SPREAD), False)[0]
 
 
-@pytest.mark.parametrize("extent", ["microbatch", "step"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, exact: Any, num_ranks: int, extent: str) -> None:
+def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, exact: Any, num_ranks: int) -> None:
     recipe = replace(RECIPE, parallel=SPREAD if num_ranks == 4 else ParallelConfig())
-    for one, other in zip(exact[num_ranks], ranks(num_ranks, train, recipe, extent), strict=True):
+    for one, other in zip(exact[num_ranks], ranks(num_ranks, train, recipe, True), strict=True):
         assert_equal(one, other)
         assert other["skipped"] == 0 and other["reruns"][-1] == 0 and other["recordings"] == 1
 
 
-@pytest.mark.few("step")
-@pytest.mark.parametrize("extent", ["microbatch", "step"])
-def test_step_runner_sums_over_tensor_ranks_once_a_replayed_step(ranks: Any, exact: Any, extent: str) -> None:
-    """Each microbatch is replayed, and their gradients are summed over tensor-parallel ranks together."""
+def test_step_runner_sums_over_tensor_ranks_in_a_replayed_step(ranks: Any, exact: Any) -> None:
     recipe = replace(RECIPE, parallel=ParallelConfig(tp=2, ep=2, dispatcher="allgather"))
-    for launched, replayed in zip(ranks(2, train, recipe), ranks(2, train, recipe, extent), strict=True):
+    for launched, replayed in zip(ranks(2, train, recipe), ranks(2, train, recipe, True), strict=True):
         assert_equal(launched, replayed)
         for name in ("losses", "norms"):
             assert replayed[name] == pytest.approx(exact[1][0][name], rel=1e-9)
 
 
-@pytest.mark.parametrize("extent", ["off", "step"])
-def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, exact: Any, extent: str) -> None:
+@pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
+def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, exact: Any, is_captured: bool) -> None:
     bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
-    runs = ranks(4, train, replace(RECIPE, parallel=bounded), extent)
+    runs = ranks(4, train, replace(RECIPE, parallel=bounded), is_captured)
     for other in runs:
         assert_equal(exact[4][0], other, 1e-12)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0 and not any(other["skipped_in_row"])
     assert 0 < runs[0]["reruns"][-1] < STEPS, "some steps fit and some do not"
     reruns = runs[0]["reruns"]
     after_a_rerun = sum(reruns[step - 1] > reruns[step - 2] for step in range(NUM_WARM_UPS + 1, STEPS))
-    assert runs[0]["recordings"] == (0 if extent == "off" else 1 + after_a_rerun)
+    assert runs[0]["recordings"] == is_captured * (1 + after_a_rerun)
 
 
-@pytest.mark.parametrize("extent", ["off", "step"])
-def test_step_runner_follows_the_load(ranks: Any, exact: Any, extent: str) -> None:
+@pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
+def test_step_runner_follows_the_load(ranks: Any, exact: Any, is_captured: bool) -> None:
     """Without a bound at first, then with one that holds; the numbers are those of no bound."""
-    runs = ranks(4, train, replace(RECIPE, parallel=replace(SPREAD, expert_rank_capacity_factor="auto")), extent)
+    runs = ranks(4, train, replace(RECIPE, parallel=replace(SPREAD, expert_rank_capacity_factor="auto")), is_captured)
     for other in runs:
         assert_equal(exact[4][0], other, 1e-12)
         assert other["factors"] == runs[0]["factors"] and other["reruns"] == runs[0]["reruns"]
@@ -209,14 +207,14 @@ def test_step_runner_follows_the_load(ranks: Any, exact: Any, extent: str) -> No
     assert factors[:3] == [0.0] * 3 and 1.0 <= runs[0]["need"] and factors[-1] >= 1.0
 
 
-@pytest.mark.parametrize("extent", ["off", "step"])
+@pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
 def test_a_step_taken_again_draws_the_same_random_numbers(
-    ranks: Any, exact: Any, exact_with_dropout: dict[str, Any], extent: str
+    ranks: Any, exact: Any, exact_with_dropout: dict[str, Any], is_captured: bool
 ) -> None:
     bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
     losses = zip(exact[4][0]["losses"], exact_with_dropout["losses"], strict=True)
     assert all(abs(one - other) > 1e-3 for one, other in losses)
-    for other in ranks(4, train_dropping, replace(RECIPE, parallel=bounded), extent):
+    for other in ranks(4, train_dropping, replace(RECIPE, parallel=bounded), is_captured):
         assert_equal(exact_with_dropout, other, 1e-12)
         assert 0 < other["reruns"][-2] < STEPS, "some steps fit, and some before the last do not"
 
@@ -232,15 +230,14 @@ def test_random_states_of_host_and_device_are_restored(device: str) -> None:
     assert all(map(torch.equal, first, draw())) and not any(map(torch.equal, first, other))
 
 
-@pytest.mark.few("off", "step")
-@pytest.mark.parametrize("extent", ["off", "step", "microbatch"])
-def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
-    sick, other = ranks(2, train, RECIPE, extent, 3)
+@pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
+def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, is_captured: bool) -> None:
+    sick, other = ranks(2, train, RECIPE, is_captured, 3)
     assert sick["skipped_in_row"] == other["skipped_in_row"] == [0, 0, 0, 1, 0, 0, 0]
     assert sick["skipped"] == 1 and not math.isfinite(sick["norms"][3])
     assert all(torch.isfinite(weight).all() for weight in sick["weights"].values())
     assert torch.isfinite(torch.tensor(sick["losses"])).all()
-    well = ranks(2, train, RECIPE, extent)[0]
+    well = ranks(2, train, RECIPE, is_captured)[0]
     assert sick["losses"][:4] == well["losses"][:4] and sick["losses"][4] != well["losses"][4]
 
 
@@ -273,12 +270,12 @@ def test_a_step_without_finite_activations_is_no_load_to_prepare_for(ranks: Any)
         assert num_skipped == 1 and len(set(factors[CALIBRATION_STEPS - 1 :])) == 1
 
 
-@pytest.mark.few("step")
-@pytest.mark.parametrize("extent", ["off", "step", "microbatch"])
-def test_step_runner_skips_a_spike_like_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
+@pytest.mark.few("captured")
+@pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
+def test_step_runner_skips_a_spike_like_a_step_without_finite_gradients(ranks: Any, is_captured: bool) -> None:
     recipe = replace(RECIPE, train=replace(RECIPE.train, spike_sigmas=50.0))
-    void = ranks(2, train, recipe, extent, 3)[0]
-    for spiked in ranks(2, train, recipe, extent, 3, 1e6):
+    void = ranks(2, train, recipe, is_captured, 3)[0]
+    for spiked in ranks(2, train, recipe, is_captured, 3, 1e6):
         assert spiked["spikes"] == 1 and spiked["skipped"] == 0 and not any(spiked["skipped_in_row"])
         for name in ("losses", "weights", "biases", "moments"):
             torch.testing.assert_close(spiked[name], void[name], rtol=0, atol=0)
@@ -355,9 +352,9 @@ class CountingRecorder(Repeater):
         return recording
 
 
-@pytest.mark.parametrize("extent", ["off", "step"])
+@pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
 def test_step_runner_records_anew_when_clones_come_into_use(
-    extent: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    is_captured: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clone_control, "WINDOW_STEPS", 4)
     monkeypatch.setattr(clone_control, "STEPS_BETWEEN_CHANGES", 8)
@@ -373,7 +370,7 @@ def test_step_runner_records_anew_when_clones_come_into_use(
 
     step: Any = Step(capacity=capacity.ExpertCapacity(1.25), replicas=replicas)
     schedule: Any = SimpleNamespace(step=lambda: None)
-    take = step_runner.StepRunner(step, schedule, extent, lambda: recorder, clone_control=CloneControl(1.2))
+    take = step_runner.StepRunner(step, schedule, is_captured, lambda: recorder, clone_control=CloneControl(1.2))
     batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
     with caplog.at_level("INFO", logger="titan_moe"):
         for _ in imbalances:
@@ -386,7 +383,7 @@ def test_step_runner_records_anew_when_clones_come_into_use(
         f"no clones of experts from step {off + 1} on; the busiest rank had 1.1 times the mean load in recent steps",
     ]
     once = ["warm-up"] * NUM_WARM_UPS + ["record"]
-    assert recorder.events == ([] if extent == "off" else [*once, "release", *once, "release", *once])
+    assert recorder.events == ([*once, "release", *once, "release", *once] if is_captured else [])
 
 
 def test_step_runner_goes_on_with_the_clones_of_an_earlier_run() -> None:

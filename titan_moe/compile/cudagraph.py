@@ -78,9 +78,8 @@ class Captured:
     Raises: ValueError for arguments of other shapes; RuntimeError if the function cannot be captured, with the reason.
     """
 
-    def __init__(self, function: Callable[..., Any], recorder: Recorder, *, name: str = "the step") -> None:
-        """`name` is that of the function in errors."""
-        self.function, self.recorder, self.name = function, recorder, name
+    def __init__(self, function: Callable[..., Any], recorder: Recorder) -> None:
+        self.function, self.recorder = function, recorder
         self.recording: Recording | None = None
         self.num_recordings = 0  # so far
         self.inputs: list[Any] = []
@@ -114,7 +113,7 @@ class Captured:
             return self.recorder.record(lambda: self.function(*args))
         except RuntimeError as error:
             reason = error.__context__ or error  # ending an invalid capture raises a second error
-            message = f"{self.name} cannot be captured as a CUDA graph: {reason}"
+            message = f"the step cannot be captured as a CUDA graph: {reason}"
             raise RuntimeError(f'{message}\nset compile.cudagraph = "off" to run it') from error
 
 

@@ -52,11 +52,10 @@ class CompileConfig:
     `on_cuda`: On GPUs.
     `on`: On all devices.
     `off`: Never."""
-    cudagraph: Literal["off", "microbatch", "step"] = "off"
+    cudagraph: Literal["off", "step"] = "off"
     """Capture GPU work as a CUDA graph and replay it, so that the host launches one graph instead of every kernel.
     `titan-moe check` names the settings of a recipe that prevent it.
     `off`: No graph.
-    `microbatch`: Forward and backward of a microbatch. Not in a pipeline, where several microbatches are in flight.
     `step`: The whole optimizer step, with all actions and messages of a pipeline rank."""
 
     def compiles(self, device: str = "cuda") -> bool:

@@ -14,6 +14,7 @@ RENAMED = {
 """Old key -> new key, and its new values if they changed too."""
 
 REMOVED = {
+    'compile.cudagraph = "microbatch"': 'a graph of each microbatch was slower and took more memory; take "step"',
     "compile.extent": "whole blocks as one graph were not faster; every block is compiled in pieces",
     "parallel.chunks": "exchanges in chunks were slower",
     'parallel.overlap = "layer"': 'overlap = "microbatch" hides more between nodes, overlap = "tile" inside a node',

@@ -42,11 +42,6 @@ class Batch(NamedTuple):
         tokens, labels = (torch.cat([x[..., chunk] for chunk in chunks], -1) for x in self[:2])
         return Batch(tokens, labels, self.document_ids_MBN)
 
-    def split(self) -> "list[Batch]":
-        """Split into batches of one microbatch each."""
-        fields = ([None] * len(self.tokens_MBN) if x is None else x.split(1) for x in self)
-        return [Batch(*one) for one in zip(*fields, strict=True)]
-
     def microbatches(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Iterate over microbatches: tokens, labels and document ids, each [B, N]."""
         documents = [None] * len(self.tokens_MBN) if self.document_ids_MBN is None else self.document_ids_MBN

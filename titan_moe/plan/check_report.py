@@ -206,9 +206,8 @@ def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         return []
     problems = list(obstacles(recipe, world_size))
     if not problems:
-        parts = "the whole step" if recipe.parallel.pp > 1 else "forward, backward and the whole step"
-        return [("CUDA graph", f"{recipe.compile.cudagraph}; {parts} can be captured")]
-    return _labelled("CUDA graph", ["forward and backward cannot be captured:", *problems])
+        return [("CUDA graph", f"{recipe.compile.cudagraph}; the step can be captured")]
+    return _labelled("CUDA graph", ["the step cannot be captured:", *problems])
 
 
 def _memory(recipe: Recipe, world_size: int) -> str:

@@ -64,7 +64,7 @@ CHANGES: dict[str, Values] = {
     "parallel.expert_rank_capacity_factor": _set_to("auto", 1),
     "precision.moments": _after(master=0, fp32=0, bf16=1, int8=2),
     "perf.loss_chunk_tokens": lambda tokens: [(4096, 1)] if tokens == 0 else _halves(1, least=1024)(tokens),
-    "compile.cudagraph": _after(microbatch=0, step=1, off=2),
+    "compile.cudagraph": _after(step=0, off=2),
     "parallel.expert_clones": _set_to("off", 5),
     "parallel.overlap": _after(microbatch=0, none=6),
     "parallel.accumulate_unsharded": _set_to(False, 7),

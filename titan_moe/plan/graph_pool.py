@@ -54,13 +54,12 @@ def reduced_bytes(part: Part) -> float:
 
 
 def reducing_bytes(part: Part) -> float:
-    """The bytes of a pool on the stream that reduces: the shards of gradients, unless they lie outside the pool, and
-    those of the largest group beside the sum of the microbatches before."""
-    recipe, has_sums = part.recipe, part.recipe.compile.cudagraph == "microbatch"
+    """The bytes of a pool on the stream that reduces: the shards of gradients, and those of the largest group beside
+    the sum of the microbatches before."""
+    recipe = part.recipe
     is_once = recipe.parallel.accumulate_unsharded or num_microbatches(recipe, part.world_size) == 1
     largest = max(group.parameters / group.num_ranks for pair in _pairs_of(part) for group in pair)
-    added = 0.0 if is_once and not has_sums else largest * BYTES_OF_DTYPE[recipe.precision.reduce]
-    return added + (0.0 if has_sums else reduced_bytes(part))
+    return reduced_bytes(part) + (0.0 if is_once else largest * BYTES_OF_DTYPE[recipe.precision.reduce])
 
 
 def message_bytes(part: Part) -> float:

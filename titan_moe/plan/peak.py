@@ -70,10 +70,7 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
 
     begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
     begin += delayed + num_kept * of_one + max(loss, temporary)
-    gradients_stay = recipe.compile.cudagraph == "microbatch"
-    if gradients_stay:
-        begin += gradients
-    elif not is_first:  # sums of the microbatches before; unsharded ones are gathered
+    if not is_first:  # sums of the microbatches before; unsharded ones are gathered
         begin += gradients if not is_once else experts_per_rank(recipe) * master if has_copies else 0
 
     are_kept = is_once or recipe.parallel.pp > 1
@@ -85,14 +82,10 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     after = gradients + max(reductions, flat_copy_bytes(part))
     if recipe.compile.cudagraph == "off":
         return round(state + arena + max(begin, end, after))
-    has_sums, reduced = gradients_stay or not (is_once or is_first), reduced_bytes(part)
+    has_sums, reduced = not (is_once or is_first), reduced_bytes(part)
     on_main_stream = max(begin - has_sums * reduced, end - reduced, after - reduced)
-    outside = state + arena
-    if gradients_stay:
-        outside += gradients
-        on_main_stream -= gradients - reduced
     on_others = gathering_bytes(part) + reducing_bytes(part) + message_bytes(part)
-    return round(outside + (1 + FRAGMENTATION) * on_main_stream + on_others)
+    return round(state + arena + (1 + FRAGMENTATION) * on_main_stream + on_others)
 
 
 def graph_bytes(part: Part, capacity_factor: float = 1.0, experts: str = "fused") -> int:

@@ -96,7 +96,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     runner = StepRunner(
         step,
         schedule,
-        recipe.compile.cudagraph,
+        is_captured,
         control=_capacity_control(recipe, memory),
         clone_control=CloneControl(clones_pay_from(recipe)) if recipe.parallel.has_clones else None,
         forced_step=_force_load(parts, recipe, device),

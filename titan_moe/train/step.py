@@ -90,7 +90,7 @@ class TrainStep:
         return StepResult(losses[0], losses[1], norm, tokens_per_expert, *of_ranks, *counts)
 
     def finish_gradients(self) -> None:
-        """After all microbatches: the sums that are left. No part of a microbatch, which a graph may replay."""
+        """After all microbatches: the sums that are left."""
         if self.replicated is not None:
             with region("sharding"):
                 self.replicated.sum()

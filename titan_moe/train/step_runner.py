@@ -2,20 +2,17 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder, idle_pool_bytes
 from titan_moe.config.schema import counted
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
-from titan_moe.parameters import local
 from titan_moe.train.capacity_control import CapacityControl
 from titan_moe.train.clone_control import CloneControl
-from titan_moe.train.forward_backward import ForwardBackward
 from titan_moe.train.peak_memory import PeakMemory
 from titan_moe.train.step import StepResult, TrainStep
 
@@ -42,15 +39,15 @@ class StepRunner:
         self,
         step: TrainStep,
         schedule: Schedules,
-        extent: str = "off",
+        is_captured: bool = False,
         make_recorder: Callable[[], Recorder] = Recorder,
         control: CapacityControl | None = None,
         clone_control: CloneControl | None = None,
         forced_step: Tensor | None = None,
         memory: PeakMemory | None = None,
     ) -> None:
-        """`extent` is the recipe's `compile.cudagraph`. Without `control` the capacity factor is the recipe's, and
-        without `clone_control` replica slots stay as they are. A forced load reads its step, from 0, from
+        """With `is_captured` a step is one CUDA graph, after warm-ups. Without `control` the capacity factor is the
+        recipe's, and without `clone_control` replica slots stay as they are. A forced load reads its step, from 0, from
         `forced_step`. `memory` must be the one that `control` reads."""
         self.step, self.schedule = step, schedule
         self.memory = memory or PeakMemory(step.capacity)
@@ -60,25 +57,13 @@ class StepRunner:
         self.needed_factor, self.largest_need = 0.0, 0.0  # of the last step, and of all
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
         self.kind: Kind = "launched"  # of the last step
-        self.replay: Callable[[Batch], StepResult] = step
-        self.release_recordings: Callable[[], None] = lambda: None
         self.captured: Captured | None = None
-        if extent != "off":
-            self._capture(extent, make_recorder())
+        if is_captured:
+            recorder = make_recorder()
+            self.num_warm_ups = self.num_warm_ups_before = NUM_WARM_UPS
+            self.warm_up, self.captured = recorder.run, Captured(step, recorder)
         if control is not None and step.capacity.arena is None:
             step.capacity.resize(UNUSED_FACTOR)
-
-    def _capture(self, extent: str, recorder: Recorder) -> None:
-        self.num_warm_ups = self.num_warm_ups_before = NUM_WARM_UPS
-        self.warm_up = recorder.run
-        if extent == "step":
-            self.replay = self.captured = Captured(self.step, recorder)
-            self.release_recordings = self.captured.release
-        else:
-            parameters = self.step.optimizers.parameters
-            microbatches = CapturedMicrobatches(self.step.forward_backward, parameters, recorder)
-            self.replay = replace(self.step, forward_backward=microbatches)
-            self.captured, self.release_recordings = microbatches.captured, microbatches.release
 
     def resume(self, capacity_factor: float, clones: str = "", num_steps: int = 0) -> None:
         """Go on after the steps of an earlier run, with the bound and the state of `clone_control` that it had."""
@@ -118,7 +103,8 @@ class StepRunner:
 
     def release(self) -> None:
         """Free the memory of recordings. The next step is captured again."""
-        self.release_recordings()
+        if self.captured is not None:
+            self.captured.release()
         if self.memory.idle_pool_bytes:
             self.memory.hold_in_pools(0)
 
@@ -166,16 +152,16 @@ class StepRunner:
         if self.control is not None and not self.control.factor:
             with self.step.capacity.unbounded():
                 return self.step(batch)
-        if self.num_warm_ups == 0:
-            num_recordings, result = self.num_recordings, self.replay(batch)
-            if self.captured is not None:
-                self.kind = "replayed"
-            if self.num_recordings > num_recordings:
-                self.kind = "recorded"
-                self.memory.hold_in_pools(idle_pool_bytes(self.memory.device))
-            return result
-        self.num_warm_ups -= 1
-        return self.warm_up(lambda: self.step(batch))
+        if self.captured is None:
+            return self.step(batch)
+        if self.num_warm_ups > 0:
+            self.num_warm_ups -= 1
+            return self.warm_up(lambda: self.step(batch))
+        num_recordings, result, self.kind = self.num_recordings, self.captured(batch), "replayed"
+        if self.num_recordings > num_recordings:
+            self.kind = "recorded"
+            self.memory.hold_in_pools(idle_pool_bytes(self.memory.device))
+        return result
 
     def _bound(self, factor: float) -> None:
         """Bound the next steps by a factor; 0 lifts the bound."""
@@ -223,32 +209,6 @@ class StepRunner:
         _restore(random_states, batch.tokens_MBN.device)
         with self.step.capacity.unbounded():
             return self.step(batch)
-
-
-class CapturedMicrobatches:
-    """Forward and backward of a step, each microbatch replayed from one CUDA graph.
-
-    A graph adds gradients at the addresses of its capture. So gradients keep their memory and are zeroed before each
-    step; a parameter that the loss does not reach has a gradient of zero, not None.
-    """
-
-    def __init__(self, forward_backward: ForwardBackward, parameters: list[nn.Parameter], recorder: Recorder) -> None:
-        self.parameters = parameters
-        self.gradients: list[Tensor] = []
-        self.captured = Captured(forward_backward, recorder, name="a microbatch")
-
-    def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
-        self.gradients = self.gradients or [torch.zeros_like(parameter) for parameter in self.parameters]
-        torch._foreach_zero_([local(gradient) for gradient in self.gradients])
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient
-        losses = [self.captured(microbatch, scale).clone() for microbatch in batch.split()]
-        return torch.stack(losses).sum()
-
-    def release(self) -> None:
-        """Free the memory of the graph and the gradients."""
-        self.gradients = []
-        self.captured.release()
 
 
 def _read_loads(result: StepResult) -> tuple[bool, bool, float, float]:

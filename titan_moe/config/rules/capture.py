@@ -8,10 +8,7 @@ from titan_moe.config.rules.rule import dispatchers_for, key_of_kernel
 
 
 def obstacles(recipe: Recipe, world_size: int) -> Iterator[str]:
-    """Each field that prevents capture, with the reason and a way out.
-
-    All concern forward and backward, so they are the same for a microbatch and for a whole step.
-    """
+    """Each field that prevents capture, with the reason and a way out."""
     if recipe.run.device == "cpu":
         yield 'run.device = "cpu" has no CUDA graphs; take "cuda"'
     if recipe.model.num_moe_layers > 0 and recipe.parallel.facts.reads_host:

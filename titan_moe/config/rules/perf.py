@@ -181,18 +181,6 @@ def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]
 
 @rule("a CUDA graph replays its capture without the host")
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if recipe.compile.cudagraph == "microbatch" and p.pp > 1:
-        yield (
-            'compile.cudagraph = "microbatch" replays the same graph for one microbatch after the other, but '
-            f'parallel.pp = {p.pp} has several in flight; take "step", which captures all actions of a rank, or "off"'
-        )
-    elif recipe.compile.cudagraph == "microbatch" and p.accumulate_unsharded:
-        yield (
-            'compile.cudagraph = "microbatch" replays the same graph for every microbatch, but '
-            "parallel.accumulate_unsharded = true makes the first and the last one of a step differ; take "
-            '"step", or accumulate_unsharded = false'
-        )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe, world_size):
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}, or compile.cudagraph = "off"'
