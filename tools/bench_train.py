@@ -50,7 +50,6 @@ PEER = Path(__file__).with_name("peer_torchtitan.py")
 PEER_SCHEDULES = {
     "1f1b": "1F1B",
     "interleaved_1f1b": "Interleaved1F1B",
-    "interleaved_zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }

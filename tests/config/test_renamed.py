@@ -35,13 +35,14 @@ def test_renamed_key_error_names_the_new_key(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("override", ["--parallel.overlap=layer", "--parallel.overlap=all"])
-def test_removed_value_error_says_what_replaces_it(tmp_path: Path, override: str) -> None:
-    file = tmp_path / "recipe.toml"
+@pytest.mark.parametrize("removed", [key for key in REMOVED if " = " in key])
+def test_removed_value_error_says_what_replaces_it(tmp_path: Path, removed: str) -> None:
+    file, (key, value) = tmp_path / "recipe.toml", removed.split(" = ")
     file.write_text("")
-    with pytest.raises(RecipeError) as refused:
-        load_recipe(file, [override])
-    assert ('overlap = "tile" inside a node)' in str(refused.value)) is override.endswith("layer")
+    for written, is_removed in ((value.strip('"'), True), ("other", False)):
+        with pytest.raises(RecipeError) as refused:
+            load_recipe(file, [f"--{key}={written}"])
+        assert (f"({REMOVED[removed]})" in str(refused.value)) == is_removed
 
 
 @pytest.mark.parametrize(

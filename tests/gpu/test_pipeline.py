@@ -198,7 +198,6 @@ DELAYED = {
     "tile": {},
     "arena_without_overlap": {"overlap": "none"},
     "tile_worst_case": {"expert_rank_capacity_factor": 0.0},
-    "tile_interleaved": {"pp_schedule": "interleaved_zero_bubble"},
     "fp8_rowwise": {},
     "fp8_blockwise": {"overlap": "none"},
 }

@@ -244,7 +244,7 @@ def test_train_benchmark_variants_of_pipelines_are_valid(bench: Any) -> None:
     options = ["--nproc=4", f"--variants={TOOLS / 'pipelines.txt'}", "--routings=forced", "--model.num_layers=24"]
     sizes = ["--parallel.ep=2", "--train.global_batch_sequences=32", "--train.micro_batch_sequences=2"]
     first, *rows = module.main([QWEN3, *options, *sizes])
-    assert first.bubble_share == 0 and len(rows) == 19
+    assert first.bubble_share == 0 and len(rows) == 17
     assert {row.result.get("error") for row in rows} == {None}
     assert {row.facts["microbatches"] for row in rows} == {"8", "16"}
 

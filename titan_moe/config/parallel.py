@@ -31,8 +31,8 @@ class ParallelConfig:
     nodes: a stage sends only the hidden states of a microbatch, while ep sends rows and FSDP sends parameters. Ranks
     wait for each other at the start and the end of a step (the bubble, which `titan-moe check` prints). So a step needs
     at least pp microbatches, and several times as many for a small bubble."""
-    pp_schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
-    """The order of forwards and backwards on each pipeline rank. Results do not depend on it. The last three delay
+    pp_schedule: Literal["1f1b", "interleaved_1f1b", "zbv", "dualpipev"] = "1f1b"
+    """The order of forwards and backwards on each pipeline rank. Results do not depend on it. The last two delay
     weight gradients as far as layers can: `titan-moe check` names those that do not, which make the bubble larger.
     Experts with clones delay none.
 
@@ -40,18 +40,17 @@ class ParallelConfig:
     `interleaved_1f1b`: The same with vpp stages a rank, and the bubble divided by vpp (Megatron's virtual pipeline,
     arXiv:2104.04473, section 2.2), for vpp times the messages and more activations. The number of microbatches of a
     step must be a multiple of pp.
-    `interleaved_zero_bubble`: The same with split backwards: weight gradients are computed later and fill the bubble
-    (ZB1P, arXiv:2401.10241). Activations of a stage are kept until its weight gradients are computed.
-    `zbv`: Two stages a rank, placed from the first rank to the last and back (V), and split backwards. It has as many
-    activations as 1f1b, and no bubble in the middle of a step if forward, gradients of activations and gradients of
-    weights take equal time (ZB-V, arXiv:2401.10241).
+    `zbv`: Two stages a rank, placed from the first rank to the last and back (V), and split backwards: weight gradients
+    are computed later and fill the bubble. Activations of a stage are kept until then, as many as with 1f1b. There is
+    no bubble in the middle of a step if forward, gradients of activations and gradients of weights take equal time
+    (ZB-V, arXiv:2401.10241).
     `dualpipev`: Also a V. In the middle of a step the forward of one microbatch runs together with the backward of
     another (DualPipe, arXiv:2412.19437, cut in half): with overlap = "microbatch" they hide each other's communication
     over ep. Needs at least 2 * pp microbatches.
     """
     vpp: int = 1
     """Stages of a pipeline rank (Megatron's virtual pipeline): 1 with `1f1b`, 2 with `zbv` and `dualpipev`, at least 2
-    with the interleaved schedules."""
+    with `interleaved_1f1b`."""
     pp_layout: str = ""
     """The modules of each of the pp * vpp stages, in the language of Megatron's --pipeline-model-parallel-layout, such
     as "Et*3|(tt|)*29tL". E is the embedding, t a layer, L the last norm, the head and the loss; | separates two stages;

@@ -41,7 +41,6 @@ class ScheduleFacts:
 SCHEDULES = {
     "1f1b": ScheduleFacts(has_pairs=True),
     "interleaved_1f1b": ScheduleFacts(2, UNBOUNDED, rounds=True, has_pairs=True),
-    "interleaved_zero_bubble": ScheduleFacts(2, UNBOUNDED, rounds=True, splits_backward=True),
     "zbv": ScheduleFacts(2, 2, is_v=True, splits_backward=True),
     "dualpipev": ScheduleFacts(2, 2, is_v=True, splits_backward=True, microbatches_per_rank=2, has_pairs=True),
 }

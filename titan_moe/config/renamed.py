@@ -19,6 +19,8 @@ REMOVED = {
     "parallel.chunks": "exchanges in chunks were slower",
     'parallel.overlap = "layer"': 'overlap = "microbatch" hides more between nodes, overlap = "tile" inside a node',
     "parallel.expert_clones = a number": '0 is now "off"; for any other take "auto"',
+    'parallel.pp_schedule = "interleaved_zero_bubble"': '"zbv" was faster; take it, or '
+    '"interleaved_1f1b" where weight gradients are not delayed',
     "perf.override.norm": "PyTorch's norm was as fast; it is used everywhere",
 }
 """Removed key, or value of a key -> the reason."""

@@ -68,7 +68,6 @@ CHANGES: dict[str, Values] = {
     "parallel.expert_clones": _set_to("off", 5),
     "parallel.overlap": _after(microbatch=0, none=6),
     "parallel.accumulate_unsharded": _set_to(False, 7),
-    "parallel.pp_schedule": _after(interleaved_zero_bubble=0, interleaved_1f1b=8),
     "train.micro_batch_sequences": _halves(9, least=1),
     "parallel.dp_replicate": _set_to(1, 10),
     "memory.recompute": _after(none=0, experts=12, block=30),

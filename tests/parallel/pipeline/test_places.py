@@ -10,7 +10,7 @@ from titan_moe.plan.loads import LayerLoads
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 
-LAYOUTS = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+LAYOUTS = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
 PP, NUM_MICROBATCHES = 4, 12
 
 

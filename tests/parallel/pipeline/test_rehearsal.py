@@ -82,7 +82,7 @@ def train(recipe: Recipe, num_starved: int, rehearses: bool, backend: str = "aot
 
 
 EP2 = {"ep": 2, "dispatcher": "alltoall"}
-LOOP, LOOPS, _, ZBV, _ = (replace(schedule, pp=2) for schedule in SCHEDULES.values())
+LOOP, LOOPS, ZBV, _ = (replace(schedule, pp=2) for schedule in SCHEDULES.values())
 GATHERED = replace(LOOP, ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0)
 CASES: dict[str, tuple[Any, ...]] = {
     "1f1b_recompute": ("mla", "block", -1, GATHERED),

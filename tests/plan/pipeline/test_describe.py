@@ -20,7 +20,6 @@ QWEN3 = Path(__file__).parents[3] / "recipes" / "qwen3_30b_a3b.toml"
 SCHEDULES = {
     "1f1b": 1,
     "interleaved_1f1b": 3,
-    "interleaved_zero_bubble": 2,
     "zbv": 2,
     "dualpipev": 2,
 }
@@ -64,7 +63,6 @@ COLLECTIVES = ("--parallel.dispatcher=alltoall", "--parallel.overlap=none")
     [
         pytest.param("1f1b", 1, (), "", ["27.9"], id="1f1b"),
         pytest.param("interleaved_1f1b", 2, (), "", ["15.7"], id="interleaved_1f1b"),
-        pytest.param("interleaved_zero_bubble", 2, (), "59.8", ["13.7", "8.82"], id="interleaved_zero_bubble"),
         pytest.param("zbv", 2, (), "59.8", ["12.6", "7.58"], id="zbv"),
         pytest.param("zbv", 2, ("--parallel.overlap=none",), "59.8", ["12.6", "7.58"], id="zbv_arena"),
         pytest.param("dualpipev", 2, (), "59.8", ["17.5", "13.4"], id="dualpipev"),

@@ -14,7 +14,7 @@ from titan_moe.plan.pipeline.schedules import actions_of
 
 MODEL = ModelConfig(num_layers=9, num_dense_layers=2, moe=MoEConfig(num_experts=8))
 TRAIN = TrainConfig(global_batch_sequences=128, micro_batch_sequences=2)  # 32 microbatches
-LAYOUTS = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+LAYOUTS = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
 
 
 def recipe(schedule: str, layout: str = "") -> Recipe:

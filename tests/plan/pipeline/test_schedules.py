@@ -19,7 +19,6 @@ README = Path(__file__).parents[3] / "titan_moe" / "plan" / "pipeline" / "README
 TORCH = {
     "1f1b": theirs.Schedule1F1B,
     "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": theirs.ScheduleInterleavedZeroBubble,
     "zbv": theirs.ScheduleZBVZeroBubble,
     "dualpipev": theirs.ScheduleDualPipeV,
 }

@@ -35,12 +35,12 @@ def order_of(schedule: str, rank: int, pp: int, vpp: int, num_microbatches: int,
 
 def _one_forward_one_backward(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
     """As many forwards first as ranks follow (arXiv:2104.04473)."""
-    return _alternate(pp - rank - 1, num_microbatches, "B")
+    return _alternate(pp - rank - 1, num_microbatches)
 
 
 def _interleaved(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
     """A stage takes pp microbatches, then the next stage does; in between gradients take the way back."""
-    return _alternate((vpp - 1) * pp + 2 * (pp - rank - 1), vpp * num_microbatches, "B")
+    return _alternate((vpp - 1) * pp + 2 * (pp - rank - 1), vpp * num_microbatches)
 
 
 def _with_pairs(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
@@ -50,17 +50,12 @@ def _with_pairs(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Pha
     it, a gradient one pair back. One more forward on every rank, or the last one's pairs would need their own halves
     (Megatron's warm-up for combined 1F1B, arXiv:2603.07685).
     """
-    return _alternate((vpp - 1) * pp + 2 * (pp - rank - 1) + 1, vpp * num_microbatches, "B", "+")
+    return _alternate((vpp - 1) * pp + 2 * (pp - rank - 1) + 1, vpp * num_microbatches, "+")
 
 
-def _interleaved_zero_bubble(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
-    """Gradients come back sooner without those of weights (ZB1P, arXiv:2401.10241)."""
-    return _alternate((vpp - 1) * pp + pp - rank - 1, vpp * num_microbatches, "I")
-
-
-def _alternate(warm_up: int, num_forwards: int, backward: str, between: str = " ") -> list[Phase]:
+def _alternate(warm_up: int, num_forwards: int, between: str = " ") -> list[Phase]:
     warm_up = min(warm_up, num_forwards)
-    return [Phase(warm_up, "F"), Phase(num_forwards - warm_up, f"F{between}{backward}"), Phase(warm_up, backward)]
+    return [Phase(warm_up, "F"), Phase(num_forwards - warm_up, f"F{between}B"), Phase(warm_up, "B")]
 
 
 def _zbv(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
@@ -96,7 +91,6 @@ def _dualpipev(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phas
 PHASES: dict[str, Callable[[int, int, int, int], Sequence[Phase]]] = {
     "1f1b": _one_forward_one_backward,
     "interleaved_1f1b": _interleaved,
-    "interleaved_zero_bubble": _interleaved_zero_bubble,
     "zbv": _zbv,
     "dualpipev": _dualpipev,
 }
