@@ -147,7 +147,6 @@ KEPT = {
     "precision.num_layers_at_end_in_compute": "Megatron's num_layers_at_end_in_bf16; NVFP4 keeps the last layers",
     "precision.modules_in_compute": "a sensitive or small layer; torchtitan's filter_fqns",
     "precision.only_where_faster": "fp8 loses on small layers, and whether depends on the GPU",
-    "precision.all_gather": "torchao's enable_fsdp_float8_all_gather",
     "precision.backend": "a format can be tried where no matrix unit has it",
     "compile.regional": "off to debug; on to compile on a CPU",
     "compile.extent": "blocks as one graph: for compilers that gain by it",

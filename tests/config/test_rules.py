@@ -288,10 +288,6 @@ BROKEN = {
         "--precision.num_layers_at_end_in_compute=3",
         "= 4 keep all of model.num_layers = 4; take fewer",
     ),
-    "gathered_formats_are_tensorwise": (
-        "--precision.linears=fp8_rowwise --precision.all_gather=format",
-        'needs precision.linears = "fp8_tensorwise", not "fp8_rowwise"',
-    ),
     "folder_is_named": ("--run.folder=", 'run.folder = ""'),
     "source_has_a_path": ("--data.path=", "nothing to read"),
     "datasets_options_need_datasets": ("--data.subset=en", 'data.subset = "en"'),
@@ -460,11 +456,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'set it to "none" (an option',
         ),
         (
-            "--precision.all_gather=format",
-            8,
-            'the recipe has none; drop it, or take precision.linears = "fp8_tensorwise"',
-        ),
-        (
             "--parallel.etp=3",
             12,
             "parallel.etp = 3 does not divide model.moe.ffn_hidden_size = 64; take 48 or 72, or an etp that",
@@ -530,11 +521,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'has no parallel.overlap = "tile"',
         ),
         (
-            "--precision.linears=fp8_tensorwise --precision.all_gather=format --precision.dgrad=compute",
-            8,
-            'take dgrad = "format", or all_gather = "compute"',
-        ),
-        (
             "--precision.linears=fp8_blockwise --precision.wgrad=compute",
             8,
             "for all three GEMMs together only",
@@ -589,12 +575,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "num_heads = 4 over 4 key/value heads on 4 tp ranks; take 1, or",
         ),
         ("--parallel.cp=3 --model.attention.kind=mla --train.seq_len_tokens=96", 12, "num_heads = 8; take 1, 2, 4, 8,"),
-        (
-            "--parallel.cp=2 --model.attention.kind=mla --precision.linears=fp8_tensorwise "
-            "--precision.all_gather=format",
-            8,
-            'take all_gather = "compute", parallel.cp_kind = "allgather", or parallel.cp = 1',
-        ),
         ("--parallel.cp=2 --parallel.tp=2 --model.hidden_size=130", 8, "dp_shard * cp = 4 does not divide"),
         (
             "--parallel.cp=2 --precision.linears=fp8_rowwise --train.seq_len_tokens=40",
@@ -707,7 +687,7 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",
         "--parallel.dispatcher=symm_mem --compile.cudagraph=step --run.device=cuda",
         "--parallel.dispatcher=symm_mem --compile.cudagraph=step --memory.recompute=block --run.device=cuda",
-        "--precision.linears=fp8_tensorwise --precision.all_gather=format --precision.modules_in_compute=layers.0.*",
+        "--precision.linears=fp8_tensorwise --precision.modules_in_compute=layers.0.*",
         "--precision.linears=fp8_rowwise --precision.wgrad=compute --train.seq_len_tokens=20",
         "--precision.format=nvfp4 --precision.backend=emulated --run.device=cpu --precision.compute=fp32",
         "--precision.format=fp8_rowwise --precision.experts=compute",

@@ -57,7 +57,6 @@ PRIVATE_NAMES: dict[str, Seen] = {
     "torch.distributed.device_mesh.DeviceMesh._concatenate": TORCH,
     "torch.distributed.device_mesh.DeviceMesh._flatten": TORCH,
     "torch.distributed.device_mesh.DeviceMesh._unflatten": TORCH,
-    "torch.distributed.tensor.DTensor._local_tensor": TORCH,
     "torch.distributed.tensor.DTensor._spec": TORCH,
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": TORCH,
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": TORCH,

@@ -14,7 +14,7 @@ from titan_moe.train import resolve_formats
 
 EMULATED = ("--precision.backend=emulated",)
 ROWWISE = ("--precision.linears=fp8_rowwise", *EMULATED)
-GATHERED = ("--precision.linears=fp8_tensorwise", "--precision.all_gather=format", *EMULATED)
+TENSORWISE = ("--precision.linears=fp8_tensorwise", *EMULATED)
 SHARED = ("--model.moe.shared_ffn_hidden_size=32", "--model.attention.qk_norm=true")
 MLA = (
     "--model.attention.kind=mla --model.attention.q_lora_rank=32 --model.attention.kv_lora_rank=16 "
@@ -31,7 +31,7 @@ def last_losses(run) -> float:
     ("shape", "tolerances"),
     [
         (SHARED, {ROWWISE: 0.01, ("--precision.format=nvfp4", *EMULATED): 0.03}),
-        (MLA, {GATHERED: 0.01, ("--precision.format=mxfp8", *EMULATED): 0.01}),
+        (MLA, {TENSORWISE: 0.01, ("--precision.format=mxfp8", *EMULATED): 0.01}),
     ],
     ids=["qwen-like", "mla"],
 )
@@ -50,9 +50,8 @@ def test_training_in_formats_follows_training_without(
 
 @pytest.mark.slow
 def test_checkpoints_load_into_any_precision(tiny: Callable, caplog: pytest.LogCaptureFixture) -> None:
-    compute = ("--precision.linears=compute", "--precision.all_gather=compute")
     runs = {}
-    for name, words in {"plain": (), "fp8": GATHERED}.items():
+    for name, words in {"plain": (), "fp8": TENSORWISE}.items():
         runs[name] = tiny("--train.steps=4", "--checkpoint.every_steps=2", *words)
         assert runs[name].train() == 0
     kinds = {
@@ -61,8 +60,8 @@ def test_checkpoints_load_into_any_precision(tiny: Callable, caplog: pytest.LogC
     }
     assert kinds["plain"] == kinds["fp8"] and kinds["fp8"]
     for name, words, said in (
-        ("plain", GATHERED, 'precision.linears = "fp8_tensorwise" (was "format")'),
-        ("fp8", compute, 'precision.linears = "compute" (was "fp8_tensorwise")'),
+        ("plain", TENSORWISE, 'precision.linears = "fp8_tensorwise" (was "format")'),
+        ("fp8", ("--precision.linears=compute",), 'precision.linears = "compute" (was "fp8_tensorwise")'),
     ):
         caplog.clear()
         with caplog.at_level(logging.INFO, "titan_moe"):

@@ -76,11 +76,6 @@ class PrecisionConfig:
     """Keep a dense linear layer in the dtype of `compute` if it is too narrow to gain from the format on this GPU,
     quantisation included. On Hopper: fp8_rowwise and fp8_tensorwise below an input width of 1,024, fp8_blockwise below
     2^23 weights. Where nothing was measured, the format is used. The log and `titan-moe check` show both cases."""
-    all_gather: Literal["compute", "format"] = "compute"
-    """How FSDP gathers weights of dense linear layers.
-    `compute`: In the dtype of `compute`.
-    `format`: As codes of the format: half the bytes. Needs `linears` in fp8_tensorwise, because one scale a tensor is
-    known before the gather."""
     backend: FormatBackend = "auto"
     """How GEMMs in low-precision formats are computed.
     `auto`: `native` on a GPU that supports the format; any other device is refused.

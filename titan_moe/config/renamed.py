@@ -21,6 +21,7 @@ REMOVED = {
     "parallel.expert_clones = a number": '0 is now "off"; for any other take "auto"',
     'parallel.pp_schedule = "interleaved_zero_bubble"': '"zbv" was faster; take it, or '
     '"interleaved_1f1b" where weight gradients are not delayed',
+    "precision.all_gather": "weights are gathered in the dtype of precision.compute",
     "perf.override.norm": "PyTorch's norm was as fast; it is used everywhere",
 }
 """Removed key, or value of a key -> the reason."""
@@ -151,7 +152,6 @@ SPELLINGS = {
     "precision.moments": "exp_avg_dtype exp_avg_sq_dtype",
     "precision.format": "fp8 fp8_recipe fp8_format fp4 fp4_recipe recipe_name",
     "precision.modules_in_compute": "filter_fqns",
-    'precision.all_gather (true -> "format")': "enable_fsdp_float8_all_gather",
     'precision.backend (true -> "emulated")': "emulate",
     "precision.num_layers_at_start_in_compute": "num_layers_at_start_in_bf16",
     "precision.num_layers_at_start_in_compute (and num_layers_at_end_in_compute)": "first_last_layers_bf16",
@@ -268,6 +268,7 @@ ABSENT = {
     "overlap_grad_reduce overlap_param_gather ddp_bucket_size zero3_save_16bit_model",
     'nothing is offloaded; memory.recompute, precision.moments = "int8" and more ranks save memory': "cpu_offload "
     "enable_cpu_offload optimizer_cpu_offload offload_optimizer offload_param fsdp_offload_params cpu_offloading",
+    "weights are gathered in the dtype of precision.compute": "enable_fsdp_float8_all_gather",
     "models have no dropout": "dropout hidden_dropout attention_dropout attn_dropout resid_dropout embd_pdrop "
     "moe_input_jitter_eps",
     "layers are SwiGLU and RMSNorm without biases; model.class takes a model of your own": "swiglu hidden_act "

@@ -37,7 +37,6 @@ from titan_moe.parameters import TENSOR_AXIS
 from titan_moe.plan.peak import graph_bytes
 from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.precision import policy
-from titan_moe.precision.all_gather import gather_in_fp8
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
 from titan_moe.train.clone_control import CloneControl
 from titan_moe.train.forward_backward import build_forward_backward
@@ -190,8 +189,6 @@ def build_parts(
         part.to_empty(device=device)
         seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
         init_weights(part, seed, num_layers=recipe.model.num_layers, **stds)
-        if recipe.precision.formats and recipe.precision.all_gather == "format":
-            gather_in_fp8(part)
     return parts
 
 

@@ -62,12 +62,6 @@ def cp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.cp > 1 and m.class_ != ModelConfig.class_:
         ways_out = f'"{ModelConfig.class_}", or {NO_CP}'
         yield f'parallel.cp = {p.cp} does not support model.class = "{m.class_}"; take {ways_out}'
-    gathers_codes = recipe.precision.all_gather == "format" and recipe.precision.format_of("linears") != "compute"
-    if p.cp > 1 and p.cp_kind == "ulysses" and m.attention.kind == "mla" and gathers_codes:
-        yield (
-            f'parallel.cp = {p.cp} with "ulysses" reads single rows of a weight of mla, which precision.all_gather = '
-            f'"format" gathers as codes of all rows; take all_gather = "compute", {ALLGATHER}, or {NO_CP}'
-        )
 
 
 @rule("ring attention reads one block of keys after the other, plain causal, and merges results by the log-sum-exp")

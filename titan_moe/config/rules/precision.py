@@ -27,7 +27,6 @@ OPTIONS_OF_FORMATS = (
     "num_layers_at_start_in_compute",
     "num_layers_at_end_in_compute",
     "modules_in_compute",
-    "all_gather",
 )
 """Not `only_where_faster` and `backend`: the recipe of a run has them resolved."""
 
@@ -38,8 +37,7 @@ def options_of_formats_need_a_format(recipe: Recipe, world_size: int) -> Iterato
     changed = [name for name in OPTIONS_OF_FORMATS if getattr(p, name) != getattr(DEFAULTS, name)]
     if changed and not p.formats:
         settings = ", ".join(f"precision.{name} = {in_toml(getattr(p, name))}" for name in changed)
-        needed = 'linears = "fp8_tensorwise"' if "all_gather" in changed else 'format = "fp8_rowwise"'
-        yield f"{settings} needs a format, but the recipe has none; drop it, or take precision.{needed}"
+        yield f'{settings} needs a format, but the recipe has none; drop it, or take precision.format = "fp8_rowwise"'
 
 
 @rule("a model without such layers has nothing to round")
@@ -201,21 +199,6 @@ def _without_patterns_of_the_gate(p: PrecisionConfig, modules: list[GemmModule])
         return p
     of_gate = {module.pattern for module in modules}
     return replace(p, modules_in_compute=tuple(it for it in p.modules_in_compute if it not in of_gate))
-
-
-@rule("the scale of a weight must be known before the weight is gathered")
-def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.precision
-    if p.formats and p.all_gather == "format" and p.format_of("linears") != "fp8_tensorwise":
-        yield (
-            f'precision.all_gather = "format" needs precision.linears = "fp8_tensorwise", not '
-            f'"{p.format_of("linears")}"; take that, or all_gather = "compute"'
-        )
-    elif p.formats and p.all_gather == "format" and p.dgrad == "compute":
-        yield (
-            'precision.all_gather = "format" gathers only codes, but precision.dgrad = "compute" needs unrounded '
-            'weights; take dgrad = "format", or all_gather = "compute"'
-        )
 
 
 PRECISION_RULES = rules_in(globals())

@@ -72,17 +72,10 @@ def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule("tensor parallelism does not support this setting yet")
 def tp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.parallel.tp > 1:
-        for found, way_out in _unsupported(recipe):
-            yield f"parallel.tp = {recipe.parallel.tp} does not support {found}; {way_out}, or {NO_TP}"
-
-
-def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield each setting of a recipe that tensor parallelism does not support, with a way out."""
-    if recipe.model.class_ != ModelConfig.class_:
-        yield f'model.class = "{recipe.model.class_}"', f'take "{ModelConfig.class_}"'
-    if recipe.precision.formats and recipe.precision.all_gather == "format":
-        yield 'precision.all_gather = "format"', 'take "compute"'
+    m, p = recipe.model, recipe.parallel
+    if p.tp > 1 and m.class_ != ModelConfig.class_:
+        ways_out = f'"{ModelConfig.class_}", or {NO_TP}'
+        yield f'parallel.tp = {p.tp} does not support model.class = "{m.class_}"; take {ways_out}'
 
 
 @rule("overlapped GEMMs read the memory of the other GPUs of a node, part by part, in the dtype of precision.compute")
