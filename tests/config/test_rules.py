@@ -668,7 +668,7 @@ def test_rules_with_several_cases_refuse_each(
         "--run.is_deterministic=true --perf.attention=flex --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--precision.moments=fp32",  # what master is
         "--precision.moments=bf16 --optim.kind=fused_adamw",
-        "--precision.moments=int8 --optim.kind=fused_adamw --compile.cudagraph=step --parallel.dispatcher=symm_mem",
+        "--precision.moments=fp8 --optim.kind=fused_adamw --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--precision.moments=fp8 --precision.master=bf16 --optim.kind=fused_adamw",
         "--precision.moments=fp32 --precision.master=bf16 --optim.kind=fused_adamw",
         "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cpu",  # the reference
@@ -713,7 +713,7 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.tp=2 --parallel.tp_comm_overlap=true --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--parallel.tp=2 --parallel.tp_comm_overlap=true --precision.experts=fp8_rowwise --parallel.cp=2",
         "--parallel.tp=2 --run.device=cpu --precision.compute=fp32",
-        "--parallel.tp=2 --run.device=cpu --precision.moments=int8 --optim.kind=fused_adamw",
+        "--parallel.tp=2 --run.device=cpu --precision.moments=fp8 --optim.kind=fused_adamw",
         "--parallel.tp=8 --model.attention.num_kv_heads=4",
         "--parallel.tp=2 --parallel.dispatcher=symm_mem --parallel.overlap=tile --compile.cudagraph=step",
         "--parallel.tp=2 --precision.format=fp8_rowwise --perf.attention=flex",

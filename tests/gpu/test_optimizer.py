@@ -16,7 +16,6 @@ OPTIONS: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
     "torch": (TORCH, {"capturable": True}),
     "fused": (FUSED, {}),
     "fused_bf16": (FUSED, {"moments": torch.bfloat16, "seed": 1}),
-    "fused_int8": (FUSED, {"moments": torch.int8, "seed": 1}),
     "fused_fp8": (FUSED, {"moments": torch.float8_e4m3fn, "seed": 1}),
 }
 
@@ -71,7 +70,7 @@ def test_a_replay_is_the_step(name: str) -> None:
     assert all(torch.equal(own, wanted) for own, wanted in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["fused", "fused_bf16", "fused_int8", "fused_fp8"])
+@pytest.mark.parametrize("name", ["fused", "fused_bf16", "fused_fp8"])
 def test_a_gpu_steps_as_a_cpu(name: str) -> None:
     """The same draws in Triton and in the reference; a last digit of fp32 may tip a few of them."""
     model, optimizers, _ = build(name)

@@ -125,11 +125,10 @@ def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
     launch_adamw(shard, Rule(single(), single(), single(), 0.9, 0.999, 1e-8, 0.1))
 
 
-def adamw_8bit(param: Tensor, map_: Tensor | None) -> None:
+def adamw_8bit(param: Tensor) -> None:
     n = param.numel()
-    codes = torch.empty(n, dtype=torch.uint8, device="meta")
-    moments = (Moment(codes, single(n // 256), map_, is_signed) for is_signed in (True, False))
-    shard = Shard8(single(), 2**40 + 1, param, param, *moments)
+    moment = Moment(torch.empty(n, dtype=torch.uint8, device="meta"), single(n // 256))
+    shard = Shard8(single(), 2**40 + 1, param, param, moment, moment)
     launch_adamw_8bit(shard, Rule(single(), single(), single(), 0.9, 0.95, 1e-8, 0.1))
 
 
@@ -401,9 +400,8 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "adamw_fp32": lambda: adamw(single(R * D), single),
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),
-    "adamw_int8": lambda: adamw_8bit(single(R * D), single(256)),
-    "adamw_fp8": lambda: adamw_8bit(single(R * D), None),
-    "adamw_fp8_bf16": lambda: adamw_8bit(half(R * D), None),
+    "adamw_fp8": lambda: adamw_8bit(single(R * D)),
+    "adamw_fp8_bf16": lambda: adamw_8bit(half(R * D)),
     "plan_tiles": tiles,
     "counting_sort": lambda: sort_assignments(index(S, K).long(), single(S, K), E, R),
     "counting_sort_512": lambda: sort_assignments(index(S, K).long(), single(S, K), 512, R),

@@ -21,7 +21,7 @@ from titan_moe.optim.schedule import build_schedule
 from titan_moe.optim.state import MOMENTS
 from titan_moe.parameters import local
 
-FORMATS = ["int8", "fp8"]
+QUANTIZED = "OptimStateFp8"
 FUSED = OptimConfig(kind="fused_adamw", lr=0.01, warmup_steps=10, decay_steps=20, max_grad_norm=1.0)
 
 
@@ -53,33 +53,29 @@ def train(moments: str | None, num_steps: int = 50) -> float:
         return sum(loss().item() for _ in range(8)) / 8
 
 
-@pytest.mark.parametrize("moments", FORMATS)
-def test_8bit_moments_train_as_torchs_adamw(moments: str) -> None:
+def test_8bit_moments_train_as_torchs_adamw() -> None:
     start, expected = train(None, 0), train(None)
     assert expected < 0.5 * start
-    assert train(moments) == pytest.approx(expected, rel=0.01)
+    assert train("fp8") == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("moments", FORMATS)
-def test_large_shards_are_quantized_and_small_or_odd_ones_are_not(moments: str) -> None:
+def test_large_shards_are_quantized_and_small_or_odd_ones_are_not() -> None:
     model = nn.ParameterList([torch.zeros(*shape) for shape in ((16, 256), (4095,), (64, 100), (3, 5, 512), (0, 256))])
-    (own,) = optimizer(model, moments)
-    names = {"int8": "OptimState8bit", "fp8": "OptimStateFp8"}
+    (own,) = optimizer(model, "fp8")
     for parameter, is_quantized in zip(model, (True, False, True, True, False), strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
             moment = own.state[parameter][name]
-            assert type(moment).__name__ == (names[moments] if is_quantized else "Tensor")
+            assert type(moment).__name__ == (QUANTIZED if is_quantized else "Tensor")
             assert moment.dtype == torch.float32 and moment.shape == parameter.shape
             if is_quantized:
                 num_bytes = sum(tensor.nbytes for tensor in (moment.codes, moment.scale))
-                assert num_bytes == BYTES_OF_MOMENT[moments] * parameter.numel()  # type: ignore[index]
+                assert num_bytes == BYTES_OF_MOMENT["fp8"] * parameter.numel()
 
 
-@pytest.mark.parametrize("moments", FORMATS)
-def test_missing_torchao_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch, moments: str) -> None:
+def test_missing_torchao_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(RecipeError, match='needs torchao, .* pip install "torchao>=.*", or take precision.moments'):
-        optimizer(nn.Linear(64, 64), moments)
+        optimizer(nn.Linear(64, 64), "fp8")
 
 
 class Model(nn.Module):
@@ -158,21 +154,19 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], share: f
         assert error <= allowed * expected[name].double().norm(), f"{name}: {error}"
 
 
-@pytest.mark.parametrize("moments", FORMATS)
-def test_8bit_moments_over_ranks_and_checkpoints(ranks: Any, tmp_path: Path, moments: str) -> None:
-    alone = ranks(1, run, 1, moments, tmp_path / "1")[0]
-    both = ranks(2, run, 2, moments, tmp_path / "2")
-    name = {"int8": "OptimState8bit", "fp8": "OptimStateFp8"}[moments]
-    kinds = {"dense.weight": name, "dense.bias": "Tensor", "uneven": name, "experts": name}
+def test_8bit_moments_over_ranks_and_checkpoints(ranks: Any, tmp_path: Path) -> None:
+    alone = ranks(1, run, 1, "fp8", tmp_path / "1")[0]
+    both = ranks(2, run, 2, "fp8", tmp_path / "2")
+    kinds = {"dense.weight": QUANTIZED, "dense.bias": "Tensor", "uneven": QUANTIZED, "experts": QUANTIZED}
     assert [rank["kinds"] for rank in both] == [kinds, kinds | {"uneven": "Tensor"}]
     for rank in both:
         assert_close(rank["after"], alone["after"], 0.1)  # another layout draws other bits
 
-    for rank in ranks(2, resume, 2, moments, tmp_path / "2"):
+    for rank in ranks(2, resume, 2, "fp8", tmp_path / "2"):
         assert_close(rank["saved"], both[0]["saved"], 0)
         assert_close(rank["after"], both[0]["after"], 0)
     for num_ranks, source, expected in ((1, "2", both[0]), (2, "1", alone)):
-        for rank in ranks(num_ranks, resume, num_ranks, moments, tmp_path / source):
+        for rank in ranks(num_ranks, resume, num_ranks, "fp8", tmp_path / source):
             # what one rank has in fp32 has 8 bits where the shard is larger
             assert_close(rank["saved"], expected["saved"], 0, of_uneven=0.05)
             assert_close(rank["after"], expected["after"], 0.1)
@@ -180,7 +174,7 @@ def test_8bit_moments_over_ranks_and_checkpoints(ranks: Any, tmp_path: Path, mom
 
 @pytest.mark.parametrize(
     ("saved", "loaded", "share"),
-    [("int8", "fp32", 0), ("fp8", "bf16", 4e-3), ("fp32", "int8", 0.05), ("bf16", "fp8", 0.05), ("fp8", "int8", 0.05)],
+    [("fp8", "fp32", 0), ("fp8", "bf16", 4e-3), ("fp32", "fp8", 0.05), ("bf16", "fp8", 0.05)],
 )
 def test_8bit_moments_load_from_and_into_others(
     ranks: Any, tmp_path: Path, saved: str, loaded: str, share: float

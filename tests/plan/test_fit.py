@@ -47,7 +47,7 @@ def test_the_peak_that_exceeds_is_the_one_of_the_report(monkeypatch: pytest.Monk
 def test_peak_is_compared_with_measured_gpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = warnings_of(monkeypatch, [], "--parallel.ep=4", "--compile.cudagraph=off", num_ranks=4)
     assert "exceed the 139 GiB of NVIDIA H200" in warning and "train.micro_batch_sequences = 2 fits: 13" in warning
-    assert "precision.moments" not in warning, "moments in int8 alone do not fit"
+    assert "precision.moments" not in warning, "moments in fp8 alone do not fit"
 
 
 def test_a_launched_step_may_fit_where_a_graph_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_recipe_that_fits_gets_no_advice() -> None:
 def test_a_recipe_that_nothing_fits_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = warnings_of(monkeypatch, ["NVIDIA A100-SXM4-40GB"])
     nearest, gib = re.search(r"; no changes fit; the nearest, (.*), need (\S+) GiB; ", warning).groups()
-    assert 'precision.moments = "int8"' in nearest and 'memory.recompute = "block"' in nearest
+    assert 'precision.moments = "fp8"' in nearest and 'memory.recompute = "block"' in nearest
     changed = load_recipe(QWEN3, in_overrides(nearest))
     assert check_rules(changed, 8) == [] and gib == f"{peak_of(changed, 8):.3g}" and float(gib) > 39
     number, fitting = re.findall(r"; (\d+) ranks with them fit: (\S+) GiB$", warning)[0]

@@ -84,7 +84,7 @@ def test_gathered_bytes_of_copies_of_unsharded_experts() -> None:
         ("fp32", "bf16", 12),
         ("bf16", "fp32", 12),
         ("fp32", "master", 16),
-        ("fp32", "int8", 10 + 1 / 32),
+        ("fp32", "fp8", 10 + 1 / 32),
         ("bf16", "fp8", 6 + 1 / 32),
     ],
 )

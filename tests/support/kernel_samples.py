@@ -17,12 +17,11 @@ from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
 from titan_moe.kernels.optim.accumulate import BLOCK
 from titan_moe.kernels.optim.adamw import Rule, Shard
 from titan_moe.kernels.optim.adamw_8bit import Shard8
-from titan_moe.kernels.optim.moments_8bit import NEAREST, Moment, quantize_reference
+from titan_moe.kernels.optim.moments_8bit import NEAREST, quantize_reference
 from titan_moe.kernels.optim.stochastic_rounding import QUARTER
 from titan_moe.kernels.permute.rows import plan_slots
 from titan_moe.kernels.registry import Output, Sample
 from titan_moe.kernels.router.routing import Routing, RoutingRule
-from titan_moe.optim.moments_8bit import dynamic_map
 
 FP32, BF16 = (torch.float32,), (torch.bfloat16,)
 Select = Callable[[Tensor, tuple[Any, ...]], Tensor]
@@ -427,22 +426,20 @@ def shards_of(device: torch.device, dtype: torch.dtype, moments: torch.dtype) ->
 
 
 def shards_8bit(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    """In the middle of a run, in both formats."""
+    """In the middle of a run."""
 
-    def draw(name: str, *shape: int) -> Sample:
-        maps = [dynamic_map(is_signed, device) for is_signed in (True, False)] if name == "int8" else [None, None]
-        moments = []
-        for is_signed, map_ in zip((True, False), maps, strict=True):
-            x = torch.randn(shape, device=device)
-            codes, scales_B = quantize_reference(x if is_signed else x.square(), map_, is_signed, NEAREST)
-            moments.append(Moment(codes, scales_B, map_, is_signed))
+    def draw(*shape: int) -> Sample:
+        first, second = torch.randn(shape, device=device), torch.randn(shape, device=device).square()
+        moments = [
+            quantize_reference(x, NEAREST, is_signed=is_signed) for x, is_signed in ((first, True), (second, False))
+        ]
         lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
         param, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         rule = Rule(lr, found_inf, grad_factor, 0.9, 0.95, 1e-8, 0.1)
-        return Sample(f"{name}, {shape}", (Shard8(step, 2**40 + 1, param, grad, *moments), rule), 0)
+        return Sample(f"{shape}", (Shard8(step, 2**40 + 1, param, grad, *moments), rule), 0)
 
-    samples = [draw(name, *shape) for name in ("int8", "fp8") for shape in ((17, 256), (2, 2048), (0, 256))]
-    shard, rule = draw("int8", 3, 256).args
+    samples = [draw(*shape) for shape in ((17, 256), (2, 2048), (0, 256))]
+    shard, rule = draw(3, 256).args
     shard.grad.fill_(torch.nan)
     rule.found_inf.fill_(1.0)
     return [*samples, Sample("skipped", (shard, rule), 0)]

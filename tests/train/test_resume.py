@@ -211,10 +211,9 @@ def test_resume_of_bf16_moments(tiny, tmp_path: Path) -> None:
     torch.testing.assert_close(changed.column("loss"), torchs.column("loss"), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("moments", ["int8", "fp8"])
-def test_resume_of_8bit_moments(tiny, tmp_path: Path, moments: str) -> None:
+def test_resume_of_8bit_moments(tiny, tmp_path: Path) -> None:
     steps = ("--train.steps=4", "--optim.decay_steps=0", "--checkpoint.every_steps=2", "--checkpoint.keep_latest=0")
-    ours = ("--optim.kind=fused_adamw", f"--precision.moments={moments}")
+    ours = ("--optim.kind=fused_adamw", "--precision.moments=fp8")
     straight, torchs = tiny(*steps, *ours), tiny(*steps)
     assert straight.train() == torchs.train() == 0
     torch.testing.assert_close(straight.column("loss"), torchs.column("loss"), rtol=5e-3, atol=0)

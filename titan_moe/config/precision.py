@@ -6,10 +6,10 @@ from typing import Literal
 from titan_moe.config.formats import Format, GemmFormats
 
 Dtype = Literal["bf16", "fp32", "fp64"]
-Moments = Literal["bf16", "fp32", "fp64", "int8", "fp8"]
+Moments = Literal["bf16", "fp32", "fp64", "fp8"]
 BYTES_OF_DTYPE: dict[Dtype, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
-BYTES_OF_MOMENT: dict[Moments, float] = {"bf16": 2, "fp32": 4, "fp64": 8, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256}
-"""Bytes of an element of a moment. With 8 bits: a code of 1 byte, and an fp32 scale for every 256 elements."""
+BYTES_OF_MOMENT: dict[Moments, float] = {"bf16": 2, "fp32": 4, "fp64": 8, "fp8": 1 + 4 / 256}
+"""Bytes of an element of a moment. In fp8: a code of 1 byte, and an fp32 scale for every 256 elements."""
 FormatBackend = Literal["auto", "native", "emulated"]
 Part = Literal["experts", "linears"]
 """The kinds of modules that have a format: `PrecisionConfig` has a field of this name for each."""
@@ -29,15 +29,14 @@ class PrecisionConfig:
     rates are nearly all."""
     reduce: Dtype = "fp32"
     """Gradients in reductions over ranks."""
-    moments: Literal["master", "bf16", "fp32", "int8", "fp8"] = "master"
+    moments: Literal["master", "bf16", "fp32", "fp8"] = "master"
     """AdamW's two moments. A dtype other than that of `master` needs optim.kind = "fused_adamw". A checkpoint loads
-    with any dtype of moments; moments in 8 bits are saved as fp32.
+    with any dtype of moments; those in fp8 are saved as fp32.
     `master`: The dtype of `master`.
     `bf16`: bf16, with stochastic rounding.
     `fp32`: fp32.
-    `int8`: torchao's 8-bit codes and a scale for each 256 elements (arXiv:2110.02861), with stochastic rounding. A
-    shard of less than 4096 elements, or whose size is not a multiple of 256, keeps fp32.
-    `fp8`: e4m3 codes in the same way. They are coarser than the codes of int8, and a step takes less time."""
+    `fp8`: e4m3 codes and a scale for each 256 elements (arXiv:2110.02861), in torchao's class, with stochastic
+    rounding. A shard of less than 4096 elements, or whose size is not a multiple of 256, keeps fp32."""
     format: Format = "compute"
     """The format to which operands of GEMMs are rounded, in routed experts and dense linear layers. Embedding, head,
     router, norms, gates and the attention core are never rounded. `titan-moe check` names the format of every module.

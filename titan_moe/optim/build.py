@@ -90,7 +90,7 @@ class Optimizers(OptimizersContainer):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            name: to_plain(value, is_signed=_is_signed(name)) if is_8bit(value) else value
+            name: to_plain(value) if is_8bit(value) else value
             for state in self._states()
             for name, value in state.items()
         }
@@ -101,7 +101,7 @@ class Optimizers(OptimizersContainer):
         for state in self._states():
             for name, value in state.items():
                 if is_8bit(value):
-                    copy_from_plain(value, state_dict[name], is_signed=_is_signed(name))
+                    copy_from_plain(value, state_dict[name], is_signed=not name.endswith(".exp_avg_sq"))
                 else:
                     value.copy_(state_dict[name])
 
@@ -120,8 +120,3 @@ class Optimizers(OptimizersContainer):
             }
             for part, optimizer in zip(self.model_parts, self.optimizers, strict=True)
         ]
-
-
-def _is_signed(name: str) -> bool:
-    """Whether a moment may be negative."""
-    return not name.endswith(".exp_avg_sq")

@@ -67,8 +67,7 @@ class FusedAdamW(torch.optim.Optimizer):
         param, grad, *moments = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
         if not is_8bit(moments[0]):
             return Shard(state["step"], seed, *map(local, (param, grad, *moments)))
-        first, second = parts_of(moments[0], is_signed=True), parts_of(moments[1], is_signed=False)
-        return Shard8(state["step"], seed, local(param), local(grad), first, second)
+        return Shard8(state["step"], seed, local(param), local(grad), *map(parts_of, moments))
 
 
 def shard_seed(parameter: Tensor, name: str, seed: int) -> int:

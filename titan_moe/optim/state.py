@@ -9,7 +9,6 @@ MOMENTS = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "fp64": torch.float64,
-    "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
 """`precision.moments_dtype` -> the dtype that names it here."""
@@ -26,14 +25,14 @@ def make_state(optimizer: torch.optim.Optimizer, moments: torch.dtype | None = N
         for parameter in group["params"]:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": _zeros(parameter, moments or parameter.dtype, is_signed=True),
-                "exp_avg_sq": _zeros(parameter, moments or parameter.dtype, is_signed=False),
+                "exp_avg": _zeros(parameter, moments or parameter.dtype),
+                "exp_avg_sq": _zeros(parameter, moments or parameter.dtype),
             }
 
 
-def _zeros(parameter: Tensor, dtype: torch.dtype, *, is_signed: bool) -> Tensor:
-    if dtype.itemsize == 1:
-        return new_moment(parameter, dtype, is_signed=is_signed)
+def _zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float8_e4m3fn:
+        return new_moment(parameter)
     return torch.zeros_like(parameter, requires_grad=False, dtype=dtype, memory_format=torch.preserve_format)
 
 

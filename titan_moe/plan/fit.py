@@ -62,7 +62,7 @@ def _doubled(cost: int) -> Values:
 CHANGES: dict[str, Values] = {
     "optim.kind": _after(adamw=0, fused_adamw=1),
     "parallel.expert_rank_capacity_factor": _set_to("auto", 1),
-    "precision.moments": _after(master=0, fp32=0, bf16=1, int8=2),
+    "precision.moments": _after(master=0, fp32=0, bf16=1, fp8=2),
     "perf.loss_chunk_tokens": lambda tokens: [(4096, 1)] if tokens == 0 else _halves(1, least=1024)(tokens),
     "compile.cudagraph": _after(step=0, off=2),
     "parallel.expert_clones": _set_to("off", 5),

@@ -6,27 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 from torchao.optim.adam import single_param_adam
-from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
-from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8, quantize_fp8
 
 from titan_moe.kernels.optim.adamw import Rule
 from titan_moe.kernels.optim.adamw_8bit import Shard8, adamw_8bit, adamw_8bit_reference, launch_adamw_8bit
 from titan_moe.kernels.optim.moments_8bit import NEAREST, Moment, dequantize_reference, quantize_reference
-from titan_moe.optim.moments_8bit import dynamic_map
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-FORMATS = pytest.mark.parametrize("is_fp8", [False, True], ids=["int8", "fp8"])
 SIGNS = pytest.mark.parametrize("is_signed", [True, False], ids=["first", "second"])
 
 
-def map_of(is_fp8: bool, is_signed: bool, device: str = "cpu") -> Tensor | None:
-    return None if is_fp8 else dynamic_map(is_signed, torch.device(device))
+def quantize(x: Tensor, is_signed: bool, bits: Tensor | int = NEAREST) -> Moment:
+    return quantize_reference(x, bits, is_signed=is_signed)
 
 
-def quantize(x: Tensor, is_fp8: bool, is_signed: bool, bits: Tensor | int = NEAREST) -> Moment:
-    map_ = map_of(is_fp8, is_signed, str(x.device))
-    return Moment(*quantize_reference(x, map_, is_signed, bits), map_, is_signed)
+def in_torchao(moment: Moment) -> OptimStateFp8:
+    return OptimStateFp8(moment.codes.view(torch.float8_e4m3fn).clone(), moment.scales_B.clone())
 
 
 def draw(is_signed: bool, num_blocks: int = 64) -> Tensor:
@@ -40,11 +35,11 @@ def draw(is_signed: bool, num_blocks: int = 64) -> Tensor:
     return x if is_signed else x.square()
 
 
-def draw_shard(is_fp8: bool, shape: tuple[int, ...] = (5, 1024), device: str = "cpu", dtype=torch.float32) -> Shard8:
+def draw_shard(shape: tuple[int, ...] = (5, 1024), device: str = "cpu", dtype=torch.float32) -> Shard8:
     torch.manual_seed(0)
     first, second = torch.randn(shape, device=device) * 1e-3, torch.rand(shape, device=device) * 1e-5
     tensors = [torch.randn(shape, device=device).to(dtype), torch.randn(shape, device=device) * 2e-3]
-    moments = quantize(first, is_fp8, True), quantize(second, is_fp8, False)
+    moments = quantize(first, True), quantize(second, False)
     return Shard8(torch.tensor(7.0, device=device), 5, *tensors, *moments)
 
 
@@ -58,72 +53,55 @@ def rule(device: str = "cpu", found_inf: float = 0.0, **options) -> Rule:
 
 
 def stored(shard: Shard8) -> list[Tensor]:
-    return [shard.param, *shard.exp_avg[:2], *shard.exp_avg_sq[:2]]
+    return [shard.param, *shard.exp_avg, *shard.exp_avg_sq]
 
 
-@FORMATS
 @SIGNS
-def test_what_was_dequantized_is_quantized_to_the_same_numbers(is_fp8: bool, is_signed: bool) -> None:
+def test_what_was_dequantized_is_quantized_to_the_same_numbers(is_signed: bool) -> None:
     """So a checkpoint in fp32 is exact. bits are none, nearest and all."""
     for bits in (0, NEAREST, 0xFFFF):
-        numbers = dequantize_reference(quantize(draw(is_signed), is_fp8, is_signed, bits))
-        again = quantize(numbers, is_fp8, is_signed)
+        numbers = dequantize_reference(quantize(draw(is_signed), is_signed, bits))
+        again = quantize(numbers, is_signed)
         assert torch.equal(dequantize_reference(again), numbers)
 
 
-@FORMATS
 @SIGNS
-def test_codes_are_torchaos(is_fp8: bool, is_signed: bool) -> None:
+def test_codes_are_torchaos(is_signed: bool) -> None:
     """Dequantised by torchao they are the same numbers, and no farther from the truth than torchao's own."""
     torch.manual_seed(0)
     x = torch.randn(64, 256) * torch.logspace(-3, 3, 64)[:, None]
     x = x if is_signed else x.square()
-    moment = quantize(x, is_fp8, is_signed)
-    if is_fp8:
-        theirs = OptimStateFp8(moment.codes.view(torch.float8_e4m3fn), moment.scales_B)
-        codes, scales = quantize_fp8(x, 256)
-        own = OptimStateFp8(codes, scales)
-    else:
-        theirs = OptimState8bit(moment.codes, moment.scales_B, moment.map, is_signed)
-        scaled, scales = scale_tensor(x, 256)
-        own = OptimState8bit(quantize_8bit_with_qmap(scaled, moment.map), scales, moment.map, is_signed)
+    moment = quantize(x, is_signed)
+    own = OptimStateFp8(*quantize_fp8(x, 256))
     numbers = dequantize_reference(moment)
-    assert torch.equal(theirs.dequantize(), numbers)
+    assert torch.equal(in_torchao(moment).dequantize(), numbers)
     errors = [((found - x) / x.abs().amax(dim=1, keepdim=True)).norm() for found in (numbers, own.dequantize())]
     assert errors[0] < 1.05 * errors[1]
-    if not is_fp8 and not is_signed:
-        assert torch.equal(moment.codes.clamp(min=1), own.codes.clamp(min=1)), "the scale is the same here"
 
 
-@FORMATS
 @SIGNS
-def test_rounding_is_right_on_average(is_fp8: bool, is_signed: bool) -> None:
+def test_rounding_is_right_on_average(is_signed: bool) -> None:
     x = draw(is_signed, 8)
     bits = torch.arange(0, 1 << 16, 1 << 7)  # as even as 512 draws can be
-    total = sum(dequantize_reference(quantize(x, is_fp8, is_signed, torch.full_like(x, b).int())) for b in bits)
+    total = sum(dequantize_reference(quantize(x, is_signed, torch.full_like(x, b).int())) for b in bits)
     largest = x.abs().amax(dim=1, keepdim=True)
-    smallest = largest * (1e-5 if is_fp8 else 1e-6)  # below, second moments are rounded up
+    smallest = largest * 1e-5  # below, second moments are rounded up
     is_large = (x.abs() >= smallest) & (largest > 1e-30)
     torch.testing.assert_close((total / len(bits))[is_large], x[is_large], rtol=4e-3, atol=0)
 
 
-@FORMATS
-def test_a_second_moment_above_zero_never_becomes_zero(is_fp8: bool) -> None:
+def test_a_second_moment_above_zero_never_becomes_zero() -> None:
     x = torch.tensor([1.0, 1e-12, 0.0]).repeat(256)[:768].view(3, 256)
-    numbers = dequantize_reference(quantize(x, is_fp8, False, 0))
+    numbers = dequantize_reference(quantize(x, False, 0))
     assert torch.equal(numbers == 0, x == 0)
     assert (numbers[x == 1e-12] < 1e-5).all()
 
 
-@FORMATS
-def test_a_step_is_torchaos_but_for_scales(is_fp8: bool) -> None:
+def test_a_step_is_torchaos_but_for_scales() -> None:
     """To nearest; the parameter is updated by the moments before they are rounded, as there."""
-    shard, options = draw_shard(is_fp8), rule(is_stochastic=False)
+    shard, options = draw_shard(), rule(is_stochastic=False)
     param = shard.param.clone()
-    if is_fp8:
-        states = [OptimStateFp8(m.codes.view(torch.float8_e4m3fn).clone(), m.scales_B.clone()) for m in shard[4:]]
-    else:
-        states = [OptimState8bit(m.codes.clone(), m.scales_B.clone(), m.map, m.is_signed) for m in shard[4:]]
+    states = [in_torchao(moment) for moment in shard[4:]]
     before = [state.dequantize().clone() for state in states]
     adamw_8bit([shard], options)
     lr, step, grad = torch.tensor(1e-2), torch.tensor(7.0), shard.grad * 0.5
@@ -132,12 +110,11 @@ def test_a_step_is_torchaos_but_for_scales(is_fp8: bool) -> None:
     for state, moment, old in zip(states, (shard.exp_avg, shard.exp_avg_sq), before, strict=True):
         numbers = state.dequantize()
         assert (numbers - old).norm() > 0.02 * old.norm()
-        assert (dequantize_reference(moment) - numbers).norm() < (0.05 if is_fp8 else 0.02) * numbers.norm()
+        assert (dequantize_reference(moment) - numbers).norm() < 0.05 * numbers.norm()
 
 
-@FORMATS
-def test_found_inf_leaves_codes_and_scales_as_they_are(is_fp8: bool) -> None:
-    shard = draw_shard(is_fp8)
+def test_found_inf_leaves_codes_and_scales_as_they_are() -> None:
+    shard = draw_shard()
     before = copy.deepcopy(stored(shard))
     for bad in (torch.nan, torch.inf, 1.0):
         shard.grad.fill_(bad)
@@ -147,20 +124,19 @@ def test_found_inf_leaves_codes_and_scales_as_they_are(is_fp8: bool) -> None:
     assert all((own != old).any() for own, old in zip(stored(shard), before, strict=True))
 
 
-@FORMATS
-def test_moments_follow_fp32_on_average(is_fp8: bool) -> None:
+def test_moments_follow_fp32_on_average() -> None:
     """A second moment that falls by less than half a code a step; with rounding to nearest it stays."""
     results = {}
     for is_stochastic in (True, False):
-        shard = draw_shard(is_fp8, (16, 256))
+        shard = draw_shard((16, 256))
         # one large element a block keeps the scale
         second = torch.full((16, 256), 0.5).index_fill_(1, torch.tensor([0]), 1.0)
-        shard = shard._replace(exp_avg_sq=quantize(second, is_fp8, False), grad=torch.zeros(16, 256))
+        shard = shard._replace(exp_avg_sq=quantize(second, False), grad=torch.zeros(16, 256))
         shard.grad[:, 0] = 2.0
         for step in range(1000, 1040):
             shard.step.fill_(step)
             adamw_8bit([shard], rule(is_stochastic=is_stochastic)._replace(beta2=0.999))
-        start = dequantize_reference(quantize(second, is_fp8, False))[:, 1:].mean().item()
+        start = dequantize_reference(quantize(second, False))[:, 1:].mean().item()
         results[is_stochastic] = dequantize_reference(shard.exp_avg_sq)[:, 1:].mean().item()
     assert results[True] == pytest.approx(0.5 * 0.999**40, rel=0.01)
     assert results[False] == start
@@ -169,10 +145,9 @@ def test_moments_follow_fp32_on_average(is_fp8: bool) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_stochastic", [True, False])
-@FORMATS
-def test_triton_adamw_8bit_equals_reference(is_fp8: bool, is_stochastic: bool, dtype: torch.dtype, device: str) -> None:
+def test_triton_adamw_8bit_equals_reference(is_stochastic: bool, dtype: torch.dtype, device: str) -> None:
     """Codes may differ by one where fp32 results differ by an ulp."""
-    ours, theirs = (draw_shard(is_fp8, (19, 256), device, dtype) for _ in range(2))
+    ours, theirs = (draw_shard((19, 256), device, dtype) for _ in range(2))
     options = rule(device, is_stochastic=is_stochastic)
     launch_adamw_8bit(ours, options)
     adamw_8bit_reference(theirs, options)
@@ -185,35 +160,27 @@ def test_triton_adamw_8bit_equals_reference(is_fp8: bool, is_stochastic: bool, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@FORMATS
-def test_triton_round_trip_is_exact(is_fp8: bool, device: str) -> None:
+def test_triton_round_trip_is_exact(device: str) -> None:
     """What Triton stores is quantised again to the same numbers, also of elements far below the largest."""
-    shard = draw_shard(is_fp8, (64, 256), device)
-    for value, moment in ((draw(True), shard.exp_avg), (draw(False), shard.exp_avg_sq)):
-        codes, scales_B = quantize_reference(value.to(device).clamp(-1e15, 1e15), *moment[2:], NEAREST)
-        moment.codes.copy_(codes)
-        moment.scales_B.copy_(scales_B)
+    shard = draw_shard((64, 256), device)
+    first, second = (quantize(draw(is_signed).to(device).clamp(-1e15, 1e15), is_signed) for is_signed in (True, False))
+    shard = shard._replace(exp_avg=first, exp_avg_sq=second)
     launch_adamw_8bit(shard, rule(device))
-    for moment in (shard.exp_avg, shard.exp_avg_sq):
+    for moment, is_signed in ((first, True), (second, False)):
         numbers = dequantize_reference(moment)
-        again = quantize(numbers, is_fp8, moment.is_signed)
+        again = quantize(numbers, is_signed)
         assert torch.equal(dequantize_reference(again), numbers)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@FORMATS
-def test_triton_finds_every_code(is_fp8: bool, device: str) -> None:
+def test_triton_finds_every_code(device: str) -> None:
     """Numbers a quarter of the way between each two neighbours, rounded to nearest; then half of each as it is read."""
-    shard = draw_shard(is_fp8, (4, 256), device)
+    shard = draw_shard((4, 256), device)
     for moment in (shard.exp_avg, shard.exp_avg_sq):
         moment.scales_B.zero_()
-    if is_fp8:
-        positive = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / 448
-        signed, unsigned = torch.cat([-positive.flip(0), positive]), positive
-    else:
-        signed, unsigned = (dynamic_map(is_signed, torch.device("cpu")) for is_signed in (True, False))
+    positive = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / 448
     for at in (0.25, 0.75):
-        for numbers, is_signed in ((signed, True), (unsigned, False)):
+        for numbers, is_signed in ((torch.cat([-positive.flip(0), positive]), True), (positive, False)):
             between = torch.lerp(numbers[:-1], numbers[1:], at).double()
             x = torch.ones(4, 256, dtype=torch.float64)
             for row in x:
@@ -224,7 +191,7 @@ def test_triton_finds_every_code(is_fp8: bool, device: str) -> None:
             still = rule(device, is_stochastic=False)._replace(beta1=0.0, beta2=0.0, grad_factor=scalar(1.0, device))
             launch_adamw_8bit(shard, still)
             moment = shard.exp_avg if is_signed else shard.exp_avg_sq
-            expected = quantize(x.float(), is_fp8, is_signed)
+            expected = quantize(x.float(), is_signed)
             assert torch.equal(moment.codes.cpu(), expected.codes)
             assert torch.equal(moment.scales_B.cpu(), expected.scales_B)
             before = dequantize_reference(moment)
@@ -235,4 +202,4 @@ def test_triton_finds_every_code(is_fp8: bool, device: str) -> None:
 
 def test_triton_adamw_8bit_refuses_fp64() -> None:
     with pytest.raises(ValueError, match="fp32 and was given fp64"):
-        launch_adamw_8bit(draw_shard(False, dtype=torch.float64), rule())
+        launch_adamw_8bit(draw_shard(dtype=torch.float64), rule())

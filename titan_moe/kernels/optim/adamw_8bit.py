@@ -2,10 +2,8 @@
 
 Physics: memory-bound. An fp32 parameter moves 4 + 4 + 4 + 4·1 = 16 bytes, 20 with bf16 moments, 28 with fp32 ones;
 scales add 0.06. A block of 256 elements needs the largest magnitude of its new moments before it stores any, so a
-program keeps four blocks in registers at a time. Numbers of int8's map and their codes are computed: loads from the
-map, each thread at another place, took longer. Measured on an H200 (tools/RESULTS.md): fp8 takes as long as bf16
-moments, int8, which has a logarithm and three powers for each moment, twice as long. What it saves is memory. Aim:
-memory bandwidth.
+program keeps four blocks in registers at a time. On an H200 it takes as long as with bf16 moments (tools/RESULTS.md):
+what it saves is memory. Aim: memory bandwidth.
 
 One op takes all shards, and everything that changes from step to step is on the device, as in adamw.py.
 """
@@ -58,9 +56,10 @@ def adamw_8bit_reference(shard: Shard8, rule: Rule) -> None:
     moments = shard.exp_avg, shard.exp_avg_sq
     first, second = map(dequantize_reference, moments)
     adamw_reference(Shard(shard.step, shard.seed, shard.param, shard.grad, first, second), rule)
-    for moment, new, bits in zip(moments, (first, second), (words & 0xFFFF, words >> 16), strict=True):
-        codes, scales_B = quantize_reference(new, moment.map, moment.is_signed, bits if rule.is_stochastic else NEAREST)
-        for stored, value in ((moment.codes, codes), (moment.scales_B, scales_B)):
+    of_moments = moments, (first, second), (words & 0xFFFF, words >> 16), (True, False)
+    for moment, new, bits, is_signed in zip(*of_moments, strict=True):
+        quantized = quantize_reference(new, bits if rule.is_stochastic else NEAREST, is_signed=is_signed)
+        for stored, value in zip(moment, quantized, strict=True):
             stored.copy_(torch.where(rule.found_inf != 0, stored, value))
 
 
@@ -69,8 +68,8 @@ def _adamw_8bit_kernel(
     param_ptr, grad_ptr, codes1_ptr, scales1_ptr, codes2_ptr, scales2_ptr,
     lr_ptr, step_ptr, found_inf_ptr, grad_factor_ptr, numel,
     one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, weight_decay, seed,
-    IS_FP8: tl.constexpr, ROUND_PARAM: tl.constexpr, ROUND_MOMENTS: tl.constexpr, QUARTER: tl.constexpr,
-    BLOCK: tl.constexpr, NUM_ROUNDS: tl.constexpr,
+    ROUND_PARAM: tl.constexpr, ROUND_MOMENTS: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_ROUNDS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(found_inf_ptr) != 0:
         return
@@ -94,14 +93,14 @@ def _adamw_8bit_kernel(
             bits += tl.full((ROWS, BLOCK), 0x80008000, tl.uint32)  # to nearest
         param = tl.load(param_ptr + index, mask=keep, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + index, mask=keep, other=0.0).to(tl.float32) * grad_factor
-        first = load_moment(codes1_ptr, scales1_ptr, index, row, keep, keep_row, IS_FP8, True)
-        second = load_moment(codes2_ptr, scales2_ptr, index, row, keep, keep_row, IS_FP8, False)
+        first = load_moment(codes1_ptr, scales1_ptr, index, row, keep, keep_row)
+        second = load_moment(codes2_ptr, scales2_ptr, index, row, keep, keep_row)
         first += one_minus_beta1 * (grad - first)
         second += one_minus_beta2 * (grad * grad - second)
         param -= step_size * first / (tl.sqrt(second) * inv_root_correction + eps) + lr * weight_decay * param
         _store(param_ptr + index, param, param_words[quarter] & 0xFFFF, keep, ROUND_PARAM)
-        store_moment(codes1_ptr, scales1_ptr, first, bits & 0xFFFF, index, row, keep, keep_row, IS_FP8, True)
-        store_moment(codes2_ptr, scales2_ptr, second, bits >> 16, index, row, keep, keep_row, IS_FP8, False)
+        store_moment(codes1_ptr, scales1_ptr, first, bits & 0xFFFF, index, row, keep, keep_row, True)
+        store_moment(codes2_ptr, scales2_ptr, second, bits >> 16, index, row, keep, keep_row, False)
 
 
 def launch_adamw_8bit(shard: Shard8, rule: Rule) -> None:
@@ -111,15 +110,12 @@ def launch_adamw_8bit(shard: Shard8, rule: Rule) -> None:
     param = shard.param.contiguous()
     if param.numel() == 0:
         return
-    first, second = shard.exp_avg, shard.exp_avg_sq
-    is_fp8 = first.map is None
     _adamw_8bit_kernel[(triton.cdiv(param.numel(), 4 * QUARTER),)](
-        param, shard.grad.contiguous(),
-        first.codes, first.scales_B, second.codes, second.scales_B,
+        param, shard.grad.contiguous(), *shard.exp_avg, *shard.exp_avg_sq,
         rule.lr, shard.step, rule.found_inf, rule.grad_factor, param.numel(),
         1 - rule.beta1, 1 - rule.beta2, _log(rule.beta1), _log(rule.beta2), rule.eps, rule.weight_decay, shard.seed,
-        IS_FP8=is_fp8, ROUND_PARAM=rule.is_stochastic and param.dtype == torch.bfloat16,
-        ROUND_MOMENTS=rule.is_stochastic, QUARTER=QUARTER, BLOCK=BLOCK, NUM_ROUNDS=NUM_ROUNDS, num_warps=4,
+        ROUND_PARAM=rule.is_stochastic and param.dtype == torch.bfloat16, ROUND_MOMENTS=rule.is_stochastic,
+        QUARTER=QUARTER, BLOCK=BLOCK, NUM_ROUNDS=NUM_ROUNDS, num_warps=4,
     )  # fmt: skip
     if param is not shard.param:
         shard.param.copy_(param)
@@ -128,16 +124,14 @@ def launch_adamw_8bit(shard: Shard8, rule: Rule) -> None:
 @torch.library.custom_op("titan_moe::adamw_8bit", mutates_args=("params", "codes1", "scales1", "codes2", "scales2"))
 def _adamw_8bit(
     params: list[Tensor], grads: list[Tensor], codes1: list[Tensor], scales1: list[Tensor], codes2: list[Tensor],
-    scales2: list[Tensor], maps: list[Tensor], lr: Tensor, steps: list[Tensor], found_inf: Tensor, grad_factor: Tensor,
+    scales2: list[Tensor], lr: Tensor, steps: list[Tensor], found_inf: Tensor, grad_factor: Tensor,
     beta1: float, beta2: float, eps: float, weight_decay: float, seeds: list[int], is_stochastic: bool = True,
 ) -> None:  # fmt: skip
-    """`maps` are the signed and the unsigned one; none for fp8."""
     rule = Rule(lr, found_inf, grad_factor, beta1, beta2, eps, weight_decay, is_stochastic)
-    map1, map2 = maps or (None, None)
     for step, seed, param, grad, *states in zip(
         steps, seeds, params, grads, codes1, scales1, codes2, scales2, strict=True
     ):
-        moments = Moment(states[0], states[1], map1, True), Moment(states[2], states[3], map2, False)
+        moments = Moment(*states[:2]), Moment(*states[2:])
         (launch_adamw_8bit if param.is_cuda else adamw_8bit_reference)(Shard8(step, seed, param, grad, *moments), rule)
 
 
@@ -145,13 +139,12 @@ _adamw_8bit.register_fake(lambda *args, **options: None)
 
 
 def adamw_8bit(shards: Sequence[Shard8], rule: Rule) -> None:
-    """Take an AdamW step in place on every shard, all of one format: Triton on a GPU, the reference on a CPU."""
+    """Take an AdamW step in place on every shard: Triton on a GPU, the reference on a CPU."""
     steps, seeds, params, grads, firsts, seconds = map(list, zip(*shards, strict=True))
     lr, found_inf, grad_factor, *options, is_stochastic = rule
-    maps = [moment.map for moment in (firsts[0], seconds[0]) if moment.map is not None]
     _adamw_8bit(
         params, grads, [first.codes for first in firsts], [first.scales_B for first in firsts],
-        [second.codes for second in seconds], [second.scales_B for second in seconds], maps,
+        [second.codes for second in seconds], [second.scales_B for second in seconds],
         lr, steps, found_inf, grad_factor, *options, seeds, is_stochastic,
     )  # fmt: skip
 
