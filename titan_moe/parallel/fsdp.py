@@ -19,7 +19,7 @@ from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
-from titan_moe.plan.schedule import ROOT
+from titan_moe.plan.pieces import ROOT
 from titan_moe.versions import KEEPS_SUMS_OF_GRADIENTS_APART
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -121,11 +121,7 @@ def start_reducing(model: nn.Module) -> None:
 
 def finish_reducing(model: nn.Module) -> None:
     """Wait for the reduced gradients."""
-    _wait_for_gradients(_fsdp(fully_shard.state(model)))
-
-
-def _wait_for_gradients(root: Any) -> None:
-    """End a backward, as FSDP does after the last gradient, whether or not it has begun it. `root` is its state."""
+    root = _fsdp(fully_shard.state(model))  # ends a backward, as FSDP does, whether or not FSDP has begun it
     root._state_ctx.manual_backward_finalization_active = False  # torch 2.15: whether another call is to reduce
     root._root_post_backward_final_callback()
 
@@ -140,12 +136,11 @@ def _groups(model: nn.Module) -> list[Any]:
 class ManualFSDP:
     """Gathers parameters once a step and reduces gradients where blocks run in pieces, past the hooks of FSDP.
 
-    Bit for bit what the hooks do under `set_unsharded_accumulation`. Layers are those of plan/schedule.py.
+    Bit for bit what the hooks do under `set_unsharded_accumulation`. Layers are those of plan/pieces.py.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.root = _fsdp(fully_shard.state(model))
-        self.root._lazy_init()  # shares streams between the groups
+        _fsdp(fully_shard.state(model))._lazy_init()  # shares streams between the groups
         blocks = enumerate(model.get_submodule("layers").children())
         self.modules = {ROOT: [model], **{layer: [block, *_experts_of(block)] for layer, block in blocks}}
         self.handles: dict[int, list[Any]] = {}
@@ -169,10 +164,6 @@ class ManualFSDP:
             group = _fsdp(fully_shard.state(module))._fsdp_param_group
             if group is not None:  # a stage may have no parameters but those of blocks
                 group.post_backward()
-
-    def finish(self) -> None:
-        """Wait for the reduced gradients."""
-        _wait_for_gradients(self.root)
 
 
 def reshard_all(model: nn.Module) -> None:

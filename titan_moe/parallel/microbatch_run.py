@@ -1,4 +1,4 @@
-"""Run forward and backward of a microbatch piece by piece (plan/schedule.py), with another microbatch in between.
+"""Run forward and backward of a microbatch piece by piece (plan/pieces.py), with another microbatch in between.
 
 FSDP's hooks do not run for pieces, so `ManualFSDP` gathers parameters and reduces gradients.
 """
@@ -6,7 +6,6 @@ FSDP's hooks do not run for pieces, so `ManualFSDP` gathers parameters and reduc
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, Pending
@@ -20,7 +19,7 @@ from titan_moe.profile.region import region
 
 
 def are_dense(model: Transformer) -> list[bool]:
-    """By layer, whether its feed-forward is dense: its kind in plan/schedule.py."""
+    """By layer, whether its feed-forward is dense: its kind in plan/pieces.py."""
     return [not isinstance(block.feed_forward, MoE) for block in model.layers.values()]
 
 
@@ -47,7 +46,7 @@ class MicrobatchRun:
         self.activations: tuple[Any, ...] = (x,)  # inputs of the next piece
         self.segments: list[AutogradSegment] = []  # backward still has to run these
         self.grads: list[Tensor | None] = []
-        """Of the outputs of the last segment; after the whole backward of `x`. Those of hidden states are given."""
+        """Of the outputs of the last segment, given for what the forward returns; after the whole backward of `x`."""
 
     def forward(self, layer: int, piece: str) -> None:
         """Run the next piece."""
@@ -56,7 +55,6 @@ class MicrobatchRun:
         if piece == "head":
             (output,), self.contexts = self.activations, {}
             self.activations = (output.detach(),)
-            self.grads = [] if self.scale is None else [torch.ones_like(output)]
 
     def take_output(self) -> Tensor:
         """After the last piece: the loss, scaled, or hidden states, which are not kept."""

@@ -13,11 +13,10 @@ from titan_moe.config import Recipe
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
-from titan_moe.parallel import fsdp, unsharded_experts
 from titan_moe.parallel.mesh import Meshes
-from titan_moe.parallel.overlap import forward_backward_interleaved
 from titan_moe.parallel.pipeline.forward_backward import Pipeline
 from titan_moe.parallel.pipeline.stages import TiedEmbedding
+from titan_moe.parallel.unsharded_experts import caching_casts
 
 Microbatch = tuple[Tensor, Tensor, Tensor | None]
 """Tokens, labels, and document ids where documents are packed."""
@@ -36,13 +35,10 @@ def build_forward_backward(
 ) -> ForwardBackward:
     """Choose the order of a step's microbatches, and bind the model. `queue` has the weight gradients that its layers
     delay; microbatches in flight share the arena of `capacity`."""
-    parallel = recipe.parallel
-    if parallel.pp > 1:
+    p = recipe.parallel
+    if p.pp > 1 or p.overlap == "microbatch" or p.accumulate_unsharded:
         return Pipeline(parts, recipe, meshes, tied, queue, capacity=capacity)
-    (model,) = parts
-    if parallel.overlap == "microbatch":
-        return partial(forward_backward_interleaved, model)
-    return partial(forward_backward_gathered if parallel.accumulate_unsharded else forward_backward, model)
+    return partial(forward_backward, *parts)
 
 
 def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
@@ -50,20 +46,9 @@ def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
     return torch.stack([run_microbatch(model, microbatch, scale) for microbatch in batch.microbatches()]).sum()
 
 
-def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
-    """The same, with parameters gathered by the first microbatch and gradients reduced by the last."""
-    microbatches = list(batch.microbatches())
-    losses = []
-    with unsharded_experts.caching_casts(model):
-        for number, microbatch in enumerate(microbatches, start=1):
-            fsdp.set_unsharded_accumulation(model, number < len(microbatches))
-            losses.append(run_microbatch(model, microbatch, scale))
-    return torch.stack(losses).sum()
-
-
 def run_microbatch(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
     """Forward and backward of one microbatch; returns the loss, scaled."""
-    with unsharded_experts.caching_casts(model):
+    with caching_casts(model):
         loss = model(*microbatch) * scale
         loss.backward()
     return loss.detach()

@@ -1,5 +1,8 @@
 """Forward and backward of a step through the stages of this rank, by the actions of plan/pipeline/schedules.py.
 
+A model without pipeline parallelism is a pipeline of one stage. Its only order is 1f1b: one microbatch after the other,
+or with `overlap = "microbatch"` the backward of one beside the forward of the next.
+
 The lists of actions come from plan/pipeline, which `check` simulates and this file runs without changes. Every stage
 and microbatch has a separate autograd graph (runs.py): only activations and their gradients pass between stages. With
 `overlap = "microbatch"` the graph is cut into pieces, and the two halves of a pair take turns. The backward is
@@ -8,8 +11,8 @@ first, because it frees memory.
 `backward_input` runs the backward of that graph. The layers of weight_grads.py do not compute their weight gradients
 then, but keep the operands; everything else that the microbatch kept is freed. `backward_weight` computes these
 gradients and accumulates them. A whole `backward` computes all gradients. FSDP's hooks run in the backward of a whole
-graph, before delayed weight gradients, and they do not run for pieces. So with split backwards and with pieces the
-hooks never reduce gradients: these are accumulated, and reduced after the last action of the stage.
+graph, before delayed weight gradients. So with split backwards the hooks never reduce gradients: these are accumulated,
+and reduced after the last action of the stage. They do not run for pieces, whose last backward reduces layer by layer.
 """
 
 from collections import Counter, defaultdict
@@ -65,8 +68,8 @@ class Pipeline:
         self.last_stage = p.pp * p.vpp - 1
         self.tied, self.queue, self.capacity = tied, queue, capacity
         self.runs_in_pieces = p.overlap == "microbatch"
-        self.reduces_at_the_end = queue is not None or self.runs_in_pieces
-        """Gradients of a stage, after its last action; else the hooks of FSDP reduce them in its last backward."""
+        self.reduces_at_the_end = queue is not None
+        """Gradients of a stage, after its last action; else in its last backward."""
         self.stages_with_experts = frozenset(stage for stage, part in self.stages.items() if count_moe_layers(part))
         self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
         self.rehearsals = Rehearsals(recipe, capacity)
@@ -78,7 +81,7 @@ class Pipeline:
             with unchanged(self.stages.values(), self.capacity, like.device):
                 StepRun(self, batch, scale, first_microbatches(entries), StandIns(like)).take(in_lane=False)
         run = StepRun(self, batch, scale, entries, Messages(self.group, like))
-        run.take()
+        run.take(in_lane=self.config.pp > 1)
         if self.tied is not None:
             self.tied.sum_gradients()
         return torch.stack(run.losses).sum() if run.losses else scale.new_zeros(())
@@ -113,7 +116,7 @@ class StepRun:
         self.split_backwards = {action[1:] for action in actions if action.kind == "backward_input"}
         self.num_backwards_left = Counter(action.stage for action in actions if action.frees)
 
-    def take(self, *, in_lane: bool = True) -> None:
+    def take(self, *, in_lane: bool) -> None:
         """Run this rank's list, and wait for what was sent and reduced. A trace has its actions in the rank's lane, or
         not."""
         with ExitStack() as casts:
@@ -123,7 +126,7 @@ class StepRun:
                 with action_region(entry) if in_lane else nullcontext():
                     self._do(entry)
         self.messages.finish()
-        if self.pipeline.reduces_at_the_end:
+        if self.pipeline.reduces_at_the_end or self.in_pieces:  # else the hooks of FSDP have waited
             for part in self.stages.values():
                 fsdp.finish_reducing(part)
 
@@ -215,10 +218,10 @@ class StepRun:
 
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
         key = stage, microbatch
+        reduces = not self.pipeline.reduces_at_the_end and self.num_backwards_left[stage] == 1
         if self.pipeline.config.accumulate_unsharded:
-            reduces = not self.pipeline.reduces_at_the_end and self.num_backwards_left[stage] == 1
             fsdp.set_unsharded_accumulation(self.stages[stage], not reduces)
-        grad = yield from self.runs.pop(key).backward(self.output_grads.pop(key).wait())
+        grad = yield from self.runs.pop(key).backward(self.output_grads.pop(key).wait(), reduces=reduces)
         if stage == 0:
             return
         assert grad is not None, f"stage {stage} does not depend on the stage before it"

@@ -85,8 +85,8 @@ class Messages:
 
     def finish(self) -> None:
         """Wait for all that was sent."""
-        with region(MESSAGES):
-            while self.sent:
+        while self.sent:
+            with region(MESSAGES):
                 self._finish_oldest()
 
     def _buffer(self) -> Tensor:

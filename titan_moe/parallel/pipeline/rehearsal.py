@@ -55,6 +55,7 @@ class Rehearsals:
 
     def __init__(self, recipe: Recipe, capacity: ExpertCapacity) -> None:
         self.config, self.kernels, self.capacity = recipe.compile, recipe.perf.chosen_kernels, capacity
+        self.is_alone = recipe.parallel.pp == 1
         self.experts_delay = splits_backward(recipe)
         self.done: set[tuple[int, bool, bool]] = set()
         """`ExpertCapacity.sizes` of the graphs that there are, and whether experts delayed weight gradients in the
@@ -63,7 +64,8 @@ class Rehearsals:
     def is_due(self, device: torch.device) -> bool:
         """Whether the next step on a device needs a rehearsal. After this call the step counts as rehearsed. All ranks
         get the same answer."""
-        if not self.config.compiles(device.type) and not (device.type == "cuda" and self.kernels.are_compiled):
+        compiles = self.config.compiles(device.type) or (device.type == "cuda" and self.kernels.are_compiled)
+        if self.is_alone or not compiles:
             return False
         arena = self.capacity.arena
         # of the schedule: a rank without experts has no delayed places

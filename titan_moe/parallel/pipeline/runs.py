@@ -1,7 +1,7 @@
 """Forward and backward of one microbatch through a stage, each as a generator that returns the result.
 
 A generator yields where another microbatch may run. If the stage is one autograd segment, it does not yield. If it runs
-in pieces, it yields at the end of each stretch of pieces (plan/schedule.py), where an exchange over ep is pending. A
+in pieces, it yields at the end of each stretch of pieces (plan/pieces.py), where an exchange over ep is pending. A
 forward and a backward in pieces that take turns hide each other's exchanges (DualPipe's pairs, arXiv:2412.19437,
 section 3.2.1).
 """
@@ -16,7 +16,7 @@ from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.autograd_segment import AutogradSegment
 from titan_moe.parallel.fsdp import ManualFSDP
 from titan_moe.parallel.microbatch_run import MicrobatchRun, are_dense
-from titan_moe.plan.schedule import START_LAYER, stretches
+from titan_moe.plan.pieces import START_LAYER, stretches
 
 Delaying = Callable[[], AbstractContextManager[Any]]
 """A context manager around the forward, or around each piece of it."""
@@ -29,13 +29,14 @@ class StageRun(Protocol):
         """-> the loss, scaled, or hidden states."""
         ...
 
-    def backward(self, grad: Tensor) -> Generator[None, None, Tensor | None]:
-        """The gradient of what forward returned -> that of its input; None for tokens."""
+    def backward(self, grad: Tensor, *, reduces: bool) -> Generator[None, None, Tensor | None]:
+        """The gradient of what forward returned -> that of its input; None for tokens. `reduces` says whether this
+        backward is to reduce the gradients of its stage."""
         ...
 
 
 class WholeRun:
-    """One autograd segment, under the hooks of FSDP."""
+    """One autograd segment, under the hooks of FSDP, which know from their settings whether to reduce gradients."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class WholeRun:
         yield
         return out.detach()
 
-    def backward(self, grad: Tensor) -> Generator[None, None, Tensor | None]:
+    def backward(self, grad: Tensor, *, reduces: bool) -> Generator[None, None, Tensor | None]:
         (input_grad,) = self.segment.backward([grad])
         yield
         return input_grad
@@ -91,7 +92,7 @@ class StageInPieces:
 
 
 class RunInPieces:
-    """Stretches of pieces. A backward accumulates gradients layer by layer and reduces none."""
+    """Stretches of pieces. A backward accumulates gradients layer by layer, or starts to reduce them."""
 
     def __init__(
         self,
@@ -116,13 +117,13 @@ class RunInPieces:
             yield
         return run.take_output()
 
-    def backward(self, grad: Tensor) -> Generator[None, None, Tensor | None]:
+    def backward(self, grad: Tensor, *, reduces: bool) -> Generator[None, None, Tensor | None]:
         self.run.grads = [grad]
         for stretch in reversed(self.stage.stretches):
             for layer, name in reversed(stretch):
                 self.run.backward()
                 if name in START_LAYER:
-                    self.stage.parameters.reduce_grads(layer, is_last=False)
+                    self.stage.parameters.reduce_grads(layer, is_last=reduces)
             yield
         (input_grad,) = self.run.grads
         return input_grad
