@@ -1,30 +1,153 @@
 """Train Mixture-of-Experts models with PyTorch, from one readable recipe.
 
-The names below are the public API. They load on first use: `import titan_moe` does not import torch.
+The names below are the public API. They load on first use: `import titan_moe` does not import torch. Type checkers and
+editors read the imports.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
+    from titan_moe.config.kernels import KernelOverrides as KernelOverrides
+    from titan_moe.config.kernels import Kernels as Kernels
+    from titan_moe.config.model import (
+        AttentionConfig as AttentionConfig,
+    )
+    from titan_moe.config.model import (
+        ModelConfig as ModelConfig,
+    )
+    from titan_moe.config.model import (
+        MoEConfig as MoEConfig,
+    )
+    from titan_moe.config.parallel import ParallelConfig as ParallelConfig
+    from titan_moe.config.parse import RecipeError as RecipeError
+    from titan_moe.config.parse import load_recipe as load_recipe
+    from titan_moe.config.perf import (
+        CompileConfig as CompileConfig,
+    )
+    from titan_moe.config.perf import (
+        MemoryConfig as MemoryConfig,
+    )
+    from titan_moe.config.perf import (
+        PerfConfig as PerfConfig,
+    )
+    from titan_moe.config.precision import PrecisionConfig as PrecisionConfig
+    from titan_moe.config.recipe import Recipe as Recipe
+    from titan_moe.config.train import (
+        CheckpointConfig as CheckpointConfig,
+    )
+    from titan_moe.config.train import (
+        DataConfig as DataConfig,
+    )
+    from titan_moe.config.train import (
+        MetricsConfig as MetricsConfig,
+    )
+    from titan_moe.config.train import (
+        OptimConfig as OptimConfig,
+    )
+    from titan_moe.config.train import (
+        ProfileConfig as ProfileConfig,
+    )
+    from titan_moe.config.train import (
+        RunConfig as RunConfig,
+    )
+    from titan_moe.config.train import (
+        TrainConfig as TrainConfig,
+    )
+    from titan_moe.config.train import (
+        ValidationConfig as ValidationConfig,
+    )
+    from titan_moe.dispatch import (
+        AllGatherDispatcher as AllGatherDispatcher,
+    )
+    from titan_moe.dispatch import (
+        AllToAllDispatcher as AllToAllDispatcher,
+    )
+    from titan_moe.dispatch import (
+        LocalDispatcher as LocalDispatcher,
+    )
+    from titan_moe.dispatch import (
+        Routed as Routed,
+    )
+    from titan_moe.dispatch import (
+        TokenDispatcher as TokenDispatcher,
+    )
+    from titan_moe.dispatch.base import Exchange as Exchange
+    from titan_moe.dispatch.base import ExpertInputs as ExpertInputs
+    from titan_moe.dispatch.base import Pending as Pending
+    from titan_moe.dispatch.capacity import ExpertCapacity as ExpertCapacity
+    from titan_moe.dispatch.symm_mem import SymmMemDispatcher as SymmMemDispatcher
+    from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher as SymmMemFusedDispatcher
+    from titan_moe.dispatch.symm_memory import (
+        SymmMemory as SymmMemory,
+    )
+    from titan_moe.dispatch.symm_memory import (
+        close_symm_memory as close_symm_memory,
+    )
+    from titan_moe.dispatch.symm_memory import (
+        open_symm_memory as open_symm_memory,
+    )
+    from titan_moe.kernels.experts.weights import ExpertWeights as ExpertWeights
+    from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from titan_moe.kernels.symm_mem.arrays import symm_bytes as symm_bytes
+    from titan_moe.layers.attention import Context as Context
+    from titan_moe.layers.block import Block as Block
+    from titan_moe.layers.experts import GroupedExperts as GroupedExperts
+    from titan_moe.layers.init import init_weights as init_weights
+    from titan_moe.layers.moe import MoE as MoE
+    from titan_moe.layers.router import TopKRouter as TopKRouter
+    from titan_moe.models.transformer import Transformer as Transformer
+    from titan_moe.parallel.balance import (
+        scale_balancing_losses as scale_balancing_losses,
+    )
+    from titan_moe.parallel.balance import (
+        update_expert_biases as update_expert_biases,
+    )
+    from titan_moe.parallel.dispatchers import register_dispatcher as register_dispatcher
+    from titan_moe.parallel.expert import apply_expert_parallel as apply_expert_parallel
 
 _MODULES = {
     "AllGatherDispatcher": "titan_moe.dispatch",
     "AllToAllDispatcher": "titan_moe.dispatch",
     "AttentionConfig": "titan_moe.config.model",
     "Block": "titan_moe.layers.block",
+    "CheckpointConfig": "titan_moe.config.train",
+    "CompileConfig": "titan_moe.config.perf",
+    "Context": "titan_moe.layers.attention",
+    "DataConfig": "titan_moe.config.train",
     "DispatcherFacts": "titan_moe.config.dispatchers",
+    "Exchange": "titan_moe.dispatch.base",
+    "ExpertCapacity": "titan_moe.dispatch.capacity",
+    "ExpertInputs": "titan_moe.dispatch.base",
+    "ExpertWeights": "titan_moe.kernels.experts.weights",
     "GroupedExperts": "titan_moe.layers.experts",
+    "KernelOverrides": "titan_moe.config.kernels",
     "Kernels": "titan_moe.config.kernels",
     "LocalDispatcher": "titan_moe.dispatch",
+    "MemoryConfig": "titan_moe.config.perf",
+    "MetricsConfig": "titan_moe.config.train",
     "MoE": "titan_moe.layers.moe",
     "MoEConfig": "titan_moe.config.model",
     "ModelConfig": "titan_moe.config.model",
+    "OptimConfig": "titan_moe.config.train",
+    "ParallelConfig": "titan_moe.config.parallel",
+    "Pending": "titan_moe.dispatch.base",
+    "PerfConfig": "titan_moe.config.perf",
+    "PrecisionConfig": "titan_moe.config.precision",
+    "ProfileConfig": "titan_moe.config.train",
     "Recipe": "titan_moe.config.recipe",
+    "RecipeError": "titan_moe.config.parse",
     "Routed": "titan_moe.dispatch",
-    "SymmMemFusedDispatcher": "titan_moe.dispatch.symm_mem_fused",
+    "RunConfig": "titan_moe.config.train",
     "SymmMemDispatcher": "titan_moe.dispatch.symm_mem",
+    "SymmMemFusedDispatcher": "titan_moe.dispatch.symm_mem_fused",
+    "SymmMemory": "titan_moe.dispatch.symm_memory",
     "TokenDispatcher": "titan_moe.dispatch",
     "TopKRouter": "titan_moe.layers.router",
+    "TrainConfig": "titan_moe.config.train",
     "Transformer": "titan_moe.models.transformer",
+    "ValidationConfig": "titan_moe.config.train",
     "apply_expert_parallel": "titan_moe.parallel.expert",
     "close_symm_memory": "titan_moe.dispatch.symm_memory",
     "init_weights": "titan_moe.layers.init",

@@ -176,7 +176,7 @@ def _torchtitan_state_dict(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _layer(shape: LayerShape, x_BND: Tensor, weights: dict[str, Tensor], kernels: Kernels) -> MoE:
     with torch.device("meta"):
-        layer = MoE(shape.config, kernels).to(x_BND.dtype)
+        layer = MoE(shape.config, kernels=kernels).to(x_BND.dtype)
     layer.to_empty(device=x_BND.device).load_state_dict(weights, assign=True)
     layer.router.reset_buffers()
     layer.router.balance.reset_buffers()

@@ -215,7 +215,7 @@ def test_compile_experts_in_a_users_block(dynamo_counter: CompileCounterWithBack
     class OwnBlock(torch.nn.Module):
         def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels) -> None:
             super().__init__()
-            self.moe = MoE(config, kernels)
+            self.moe = MoE(config, kernels=kernels)
 
         def forward(self, x_BND: torch.Tensor, context: object) -> torch.Tensor:
             return x_BND + self.moe(x_BND)

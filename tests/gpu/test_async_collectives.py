@@ -37,7 +37,7 @@ KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "hier
 
 def built(device: torch.device) -> MoE:
     """The layer of this rank, the same experts wherever they are drawn."""
-    moe = MoE(LAYER, Kernels(experts="grouped_mm")).to(device)
+    moe = MoE(LAYER, kernels=Kernels(experts="grouped_mm")).to(device)
     generator = torch.Generator(device).manual_seed(3)
     for parameter in moe.parameters():
         weights = torch.randn(parameter.shape, generator=generator, device=device) / 16

@@ -28,7 +28,7 @@ def built(moe: MoEConfig, experts: str) -> nn.Sequential:
     """A layer behind a product of PyTorch's, whose rows autocast makes narrow."""
     torch.manual_seed(0)
     config = ModelConfig(hidden_size=WIDTH, init_std=0.2, moe=moe)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(config, Kernels(experts=experts)))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(config, kernels=Kernels(experts=experts)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

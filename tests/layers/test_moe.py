@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_moe_absent_parts_have_no_weights() -> None:
 def test_moe_permute_is_the_chosen_backend() -> None:
     config = ModelConfig(hidden_size=WIDTH, moe=PLAIN)
     assert MoE(config).dispatcher.permute is sort_by_expert
-    assert MoE(config, Kernels(permute="triton")).dispatcher.permute is counting_sort
+    assert MoE(config, kernels=Kernels(permute="triton")).dispatcher.permute is counting_sort
 
 
 class Composed(nn.Module):
@@ -187,7 +188,7 @@ def test_moe_on_meta_has_the_start_values_of_buffers_that_a_state_dict_lacks(ass
 @pytest.mark.parametrize("experts", ["grouped_mm", "reference"])
 def test_moe_is_saved_whole_and_copied(variant: str, experts: str) -> None:
     moe = replace(VARIANTS[variant], ffn_hidden_size=16, latent_size=16 if VARIANTS[variant].latent_size else 0)
-    layer, file = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), Kernels(experts=experts)), io.BytesIO()
+    layer, file = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), kernels=Kernels(experts=experts)), io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
     loaded, x_BND = torch.load(file, weights_only=False), torch.randn(2, 7, WIDTH)
@@ -202,7 +203,7 @@ def test_moe_is_saved_whole_and_copied(variant: str, experts: str) -> None:
 @pytest.mark.parametrize("experts", ["grouped_mm", "reference"])
 def test_moe_of_no_tokens(shape: tuple[int, ...], experts: str) -> None:
     moe = replace(VARIANTS["everything"], ffn_hidden_size=16, latent_size=16, aux_loss_coef=0.1, z_loss_coef=0.1)
-    layer, x_BND = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), Kernels(experts=experts)), torch.zeros(shape)
+    layer, x_BND = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), kernels=Kernels(experts=experts)), torch.zeros(shape)
     y_BND = layer(x_BND)
     assert y_BND.shape == x_BND.shape
     y_BND.sum().backward()
@@ -236,7 +237,7 @@ UNFIT = {
 @pytest.mark.parametrize("case", UNFIT)
 def test_moe_names_the_field_of_kernels_that_do_not_fit(case: str) -> None:
     kernels, dtype, expected = UNFIT[case]
-    layer = MoE(ModelConfig(hidden_size=WIDTH, moe=PLAIN), kernels).to(dtype)
+    layer = MoE(ModelConfig(hidden_size=WIDTH, moe=PLAIN), kernels=kernels).to(dtype)
     with pytest.raises(ValueError, match=re.escape(expected)):
         layer(torch.randn(1, 4, WIDTH, dtype=dtype))
 
@@ -244,3 +245,23 @@ def test_moe_names_the_field_of_kernels_that_do_not_fit(case: str) -> None:
 def test_moe_refuses_a_bad_config() -> None:
     with pytest.raises(ValueError, match='model.moe.score_fn = "tanh" must be one of "softmax", "sigmoid"'):
         MoE(ModelConfig(hidden_size=WIDTH, moe=replace(PLAIN, score_fn="tanh")))
+
+
+def test_moe_of_a_width_is_that_of_a_model_config() -> None:
+    torch.manual_seed(0)
+    of_width = MoE(WIDTH, PLAIN)
+    torch.manual_seed(0)
+    of_model = MoE(ModelConfig(hidden_size=WIDTH, moe=PLAIN))
+    assert of_width.config == of_model.config and str(of_width) == str(of_model)
+    assert all(torch.equal(a, b) for a, b in zip(of_width.parameters(), of_model.parameters(), strict=True))
+    sizes = f"GroupedExperts({PLAIN.num_experts} experts, {WIDTH} -> {PLAIN.ffn_hidden_size} -> {WIDTH}, bias=False)"
+    assert sizes in str(of_width) and f"{WIDTH} -> {PLAIN.num_experts} experts, top_k={PLAIN.top_k}" in str(of_width)
+
+
+@pytest.mark.parametrize(
+    "given", [(WIDTH,), (PLAIN,), (True, PLAIN), (ModelConfig(), PLAIN), (ModelConfig(), Kernels())]
+)
+def test_moe_says_what_it_takes_and_what_was_given(given: tuple[Any, ...]) -> None:
+    names = ", ".join(type(value).__name__ for value in given)
+    with pytest.raises(TypeError, match=f"a width and a MoEConfig.* got {names};"):
+        MoE(*given)

@@ -32,7 +32,7 @@ class OwnBlock(nn.Module):
     def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(config.hidden_size)
-        self.moe = MoE(config, kernels)
+        self.moe = MoE(config, kernels=kernels)
 
     def forward(self, x_BND: Tensor, context: Any) -> Tensor:
         return x_BND + self.moe(self.norm(x_BND))

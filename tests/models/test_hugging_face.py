@@ -35,7 +35,7 @@ def llama(dtype: torch.dtype = torch.float64, init_std: float = 0.3, **moe: Any)
     shape = MoEConfig(num_experts=EXPERTS, top_k=CHOICES, ffn_hidden_size=16, **moe)
     for layer in model.model.layers:
         config = ModelConfig(hidden_size=WIDTH, num_layers=LAYERS, init_std=init_std, moe=shape)
-        layer.mlp = MoE(config, Kernels(experts="reference"))
+        layer.mlp = MoE(config, kernels=Kernels(experts="reference"))
     return model.to(dtype).train()
 
 

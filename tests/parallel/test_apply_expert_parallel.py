@@ -38,7 +38,7 @@ class Block(nn.Module):
             num_experts=num_experts, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=8, aux_loss_coef=0.1
         )
         self.norm = nn.RMSNorm(WIDTH)
-        self.moe = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), Kernels(experts="reference"))
+        self.moe = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), kernels=Kernels(experts="reference"))
 
     def forward(self, x_BND: Tensor) -> Tensor:
         return x_BND + self.moe(self.norm(x_BND))

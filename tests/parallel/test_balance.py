@@ -17,7 +17,7 @@ WIDTH, SPEED = 16, 0.01
 
 def layer(num_experts: int = 8, **moe: Any) -> MoE:
     config = MoEConfig(num_experts, top_k=2, ffn_hidden_size=8, **moe)
-    return MoE(ModelConfig(hidden_size=WIDTH, init_std=0.5, moe=config), Kernels(experts="reference"))
+    return MoE(ModelConfig(hidden_size=WIDTH, init_std=0.5, moe=config), kernels=Kernels(experts="reference"))
 
 
 def model() -> nn.Sequential:

@@ -24,7 +24,7 @@ def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
     per_node = 2 if DISPATCHERS[kind].has_two_levels else 0
     parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none", ep_ranks_per_node=per_node)
     with torch.device("meta"):
-        moe = MoE(CONFIG, Kernels(permute=backend))
+        moe = MoE(CONFIG, kernels=Kernels(permute=backend))
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
     shares = DISPATCHERS[kind].shares_memory
     memory = SymmMemory(torch.empty(0), torch.empty(per_node or num_ranks), 0) if shares else None

@@ -38,7 +38,7 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor]:
 
 def reset_sharded(sharding: str) -> dict[str, Tensor]:
     with torch.device("meta"):
-        layer = MoE(CONFIG, Kernels(experts="reference"))
+        layer = MoE(CONFIG, kernels=Kernels(experts="reference"))
     SHARDINGS[sharding](layer)
     layer.to_empty(device="cpu")
     torch.manual_seed(3)
@@ -50,7 +50,7 @@ def reset_sharded(sharding: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_reset_parameters_does_not_depend_on_the_layout(ranks, sharding: str) -> None:
-    layer = MoE(CONFIG, Kernels(experts="reference"))
+    layer = MoE(CONFIG, kernels=Kernels(experts="reference"))
     torch.manual_seed(3)
     layer.reset_parameters()
     expected = weights_of(layer)

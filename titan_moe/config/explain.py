@@ -4,6 +4,7 @@ import inspect
 import re
 import textwrap
 
+from titan_moe.config.field_docs import purpose_of
 from titan_moe.config.nearest import unknown_key
 from titan_moe.config.parse import RecipeError
 from titan_moe.config.recipe import Recipe
@@ -35,7 +36,7 @@ def explain(dotted_key: str) -> str:
     if not key.is_section:
         title = f"{key.dotted}: {type_in_words(key)}, {in_toml(key.default)} by default"
         return f"{title}\n{_purpose(key)}\n{_wrap(change_of(key.dotted).value)}"
-    lines = [f"[{key.dotted}]", textwrap.indent(inspect.getdoc(key.type) or "", "    "), ""]
+    lines = [f"[{key.dotted}]", textwrap.indent(purpose_of(key.type), "    "), ""]
     for inner in keys_of(key.type, f"{key.dotted}."):
         title = f"[{inner.dotted}]" if inner.is_section else f"{inner.name} = {in_toml(inner.default)}"
         lines.append(f"{title}\n{_purpose(inner)}")

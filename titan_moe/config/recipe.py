@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from titan_moe.config.field_docs import document_fields
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
@@ -37,6 +38,9 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+document_fields(Recipe)
 
 
 def num_microbatches(recipe: Recipe, world_size: int) -> int:

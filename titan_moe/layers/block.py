@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.attention = ATTENTIONS[config.attention.kind](config, kernels)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         mlp_width = config.ffn_hidden_size
-        self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels)
+        self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels=kernels)
 
     def front(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Attention and both norms: -> residual stream and input of the feed-forward layer, both [B, N, D]."""

@@ -67,6 +67,10 @@ class GroupedExperts(nn.Module):
         self.delays_weight_grads = False
         self.num_width_parts = 1
 
+    def extra_repr(self) -> str:
+        num_experts, width, ffn_hidden_size = self.down.shape
+        return f"{num_experts} experts, {width} -> {ffn_hidden_size} -> {width}, bias={self.down_bias is not None}"
+
     def weights(self) -> ExpertWeights:
         """The parameters of this rank's experts, ready for compute."""
         names = [name for name in GroupedExperts.parameter_dims if getattr(self, name) is not None]

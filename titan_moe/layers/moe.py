@@ -3,11 +3,13 @@
 B batch · N sequence · T tokens (B·N) · D model width · L latent width · K choices a token
 """
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
-from titan_moe.config.model import ModelConfig
+from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.rules.layers import check_moe
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
@@ -29,17 +31,29 @@ class MoE(nn.Module):
 
     Example:
         >>> import torch
-        >>> from titan_moe.config.model import ModelConfig, MoEConfig
-        >>> config = ModelConfig(hidden_size=64, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32))
-        >>> layer = MoE(config)
+        >>> from titan_moe.config.model import MoEConfig
+        >>> layer = MoE(64, MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32))
         >>> layer(torch.randn(2, 16, 64)).shape
         torch.Size([2, 16, 64])
     """
 
     residual_ends = ("latent_up.weight",)
 
-    def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
+    @overload
+    def __init__(self, config: int, moe: MoEConfig, *, kernels: Kernels = ...) -> None: ...
+
+    @overload
+    def __init__(self, config: ModelConfig, *, kernels: Kernels = ...) -> None: ...
+
+    def __init__(
+        self, config: ModelConfig | int, moe: MoEConfig | None = None, *, kernels: Kernels = DEFAULT_KERNELS
+    ) -> None:
+        """Of a width and the config of a layer, or of the config of a model.
+
+        Raises: TypeError for anything else, and ValueError for a config that no recipe could have.
+        """
         super().__init__()
+        config = _config_of(config, moe)
         check_moe(config, kernels)
         self.config = config
         moe, width = config.moe, config.expert_width
@@ -51,6 +65,9 @@ class MoE(nn.Module):
         self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()
         self.latent_up = nn.Linear(width, config.hidden_size, bias=False) if moe.latent_size else nn.Identity()
         self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"{self.config.hidden_size} wide, dispatcher={type(self.dispatcher).__name__}"
 
     def reset_parameters(self) -> None:
         """Draw initial weights (`init_weights`, with `init_std` and `num_layers` of the config) and reset all buffers.
@@ -69,6 +86,18 @@ class MoE(nn.Module):
         routed = self.dispatcher.dispatch(self.latent_down(x_TD), topk_ids_TK, topk_scores_TK)
         y_TL = self.dispatcher.combine(self.experts(routed), routed)
         return add_shared(self.latent_up(y_TL), self.shared_experts(x_TD)).unflatten(0, x_BND.shape[:2])
+
+
+def _config_of(config: ModelConfig | int, moe: MoEConfig | None) -> ModelConfig:
+    if isinstance(config, int) and not isinstance(config, bool) and isinstance(moe, MoEConfig):
+        return ModelConfig(hidden_size=config, moe=moe)
+    if isinstance(config, ModelConfig) and moe is None:
+        return config
+    given = ", ".join(type(value).__name__ for value in (config, moe) if value is not None)
+    raise TypeError(
+        "MoE takes a width and a MoEConfig, as in MoE(64, MoEConfig(num_experts=8)), or a ModelConfig, "
+        f"and got {given}; kernels are given by name, as in MoE(config, kernels=Kernels())"
+    )
 
 
 def _shared_experts(config: ModelConfig, kernels: Kernels) -> nn.Module:

@@ -29,6 +29,9 @@ class QKNormRope(nn.Module):
         for name in ("q_norm_weight", "k_norm_weight"):
             self.register_parameter(name, nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None)
 
+    def extra_repr(self) -> str:
+        return f"norm={self.q_norm_weight is not None}, interleaved={self.is_interleaved}"
+
     def forward(self, qkv_BNX: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, N, X], tables [N, D/2] -> q [B, N, H, D], k and v [B, N, Hkv, D]."""
         num_kv_heads = qkv_BNX.shape[-1] // (self.heads_per_group * 2 * cos_NR.shape[1])

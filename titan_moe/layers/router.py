@@ -51,6 +51,10 @@ class TopKRouter(WideBuffers):
         self.balance = LoadBalance(moe)
         self.bias_update_speed = moe.bias_update_speed
 
+    def extra_repr(self) -> str:
+        num_experts, width = self.weight.shape
+        return f"{width} -> {num_experts} experts, top_k={self.rule.top_k}, {self.rule.score_fn}"
+
     def reset_buffers(self) -> None:
         """Zero the expert bias."""
         self.expert_bias_E.zero_()
