@@ -122,9 +122,9 @@ class ParallelConfig:
     with the backward of the previous one, block by block (DualPipe without pipeline stages, arXiv:2412.19437). Weight
     gradients of fused experts are delayed until the gradients of rows are sent. Needs `accumulate_unsharded`, at least
     two microbatches a step and the default model class. Keeps the activations of little more than one microbatch. With
-    pp it merges forwards and backwards of a rank, for the schedules `dualpipev` (no other
-    changes), `interleaved_1f1b` (one more microbatch of a stage in flight; arXiv:2603.07685) and `1f1b` (twice as many
-    microbatches in flight). The bubble does not change if stages take equal time.
+    pp it merges forwards and backwards of a rank, for the schedules `dualpipev` (no other changes), `interleaved_1f1b`
+    (one more microbatch of a stage in flight; arXiv:2603.07685) and `1f1b` (twice as many microbatches in flight). The
+    bubble does not change if stages take equal time.
     """
     expert_rank_capacity_factor: float | Literal["auto"] = "auto"
     """Capacity of a rank for rows and expert slots, relative to a balanced load, for a dispatcher that can be bounded.
