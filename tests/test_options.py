@@ -149,7 +149,6 @@ KEPT = {
     "precision.only_where_faster": "fp8 loses on small layers, and whether depends on the GPU",
     "precision.backend": "a format can be tried where no matrix unit has it",
     "compile.regional": "off to debug; on to compile on a CPU",
-    "compile.extent": "blocks as one graph: for compilers that gain by it",
     "memory.recompute": "what does not fit otherwise; no figure of RESULTS needed it",
     "train.steps": "length of a run",
     "train.seq_len_tokens": "shape of a batch",

@@ -22,7 +22,6 @@ PRIVATE_NAMES: dict[str, Seen] = {
     "torch._foreach_div_": TORCH,
     "torch._foreach_mul_": TORCH,
     "torch._foreach_norm": TORCH,
-    "torch._foreach_zero_": TORCH,
     "torch._scaled_mm": TORCH,
     "torch.nn.Module._apply": TORCH,
     "torch.nn.Module._load_from_state_dict": TORCH,

@@ -17,7 +17,7 @@ CONFIG = ModelConfig(
     hidden_size=8,
     ffn_hidden_size=8,
     attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4),
-    moe=MoEConfig(num_experts=2, top_k=1, ffn_hidden_size=8),
+    moe=MoEConfig(num_experts=2, top_k=1, ffn_hidden_size=8, normalize_topk=False),
 )
 
 
