@@ -41,7 +41,7 @@ ENDS_SOON_SECONDS = 20
 if not torch.cuda.is_available():  # processes that compile have more to import than they gain on a few cores
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 IMPORTED_BEFORE_FORKS = (
-    "titan_moe.train.build",
+    "titan_moe.training.build",
     "pytest",
     # the compiler, which PyTorch imports at the first compilation
     "torch._dynamo.backends.debugging",

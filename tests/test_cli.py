@@ -15,7 +15,7 @@ import pytest
 import titan_moe
 from titan_moe import cli
 from titan_moe.config import Recipe
-from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, recorded_failures
+from titan_moe.training.failure import EXIT_BAD_RECIPE, EXIT_FAILED, recorded_failures
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +34,9 @@ def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     """Recipes that reached the trainer."""
     recipes: list[Recipe] = []
-    trainer = ModuleType("titan_moe.train.trainer")
+    trainer = ModuleType("titan_moe.training.trainer")
     trainer.run = recipes.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "titan_moe.train.trainer", trainer)
+    monkeypatch.setitem(sys.modules, "titan_moe.training.trainer", trainer)
     return recipes
 
 
@@ -50,9 +50,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
         calls.append((num_ranks, argv))
         return 7
 
-    module = ModuleType("titan_moe.train.launch")
+    module = ModuleType("titan_moe.training.launch")
     module.launch = launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "titan_moe.train.launch", module)
+    monkeypatch.setitem(sys.modules, "titan_moe.training.launch", module)
     return calls
 
 
@@ -242,7 +242,7 @@ def test_train_rank_records_an_error_before_the_process_group(
     def fail(recipe: Recipe) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(sys.modules["titan_moe.train.trainer"], "run", fail)
+    monkeypatch.setattr(sys.modules["titan_moe.training.trainer"], "run", fail)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert cli.main(["train", QUICKSTART, f"--train.steps={steps}"]) == exit_code
     (failure,) = recorded_failures(tmp_path)

@@ -88,6 +88,8 @@ if TYPE_CHECKING:
     from titan_moe.dispatch.symm_memory import (
         open_symm_memory as open_symm_memory,
     )
+    from titan_moe.entry import check as check
+    from titan_moe.entry import train as train
     from titan_moe.kernels.experts.weights import ExpertWeights as ExpertWeights
     from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from titan_moe.kernels.symm_mem.arrays import symm_bytes as symm_bytes
@@ -149,6 +151,7 @@ _MODULES = {
     "Transformer": "titan_moe.models.transformer",
     "ValidationConfig": "titan_moe.config.train",
     "apply_expert_parallel": "titan_moe.parallel.expert",
+    "check": "titan_moe.entry",
     "close_symm_memory": "titan_moe.dispatch.symm_memory",
     "init_weights": "titan_moe.layers.init",
     "linear_cross_entropy": "titan_moe.kernels.loss.cross_entropy",
@@ -157,6 +160,7 @@ _MODULES = {
     "register_dispatcher": "titan_moe.parallel.dispatchers",
     "scale_balancing_losses": "titan_moe.parallel.balance",
     "symm_bytes": "titan_moe.kernels.symm_mem.arrays",
+    "train": "titan_moe.entry",
     "update_expert_biases": "titan_moe.parallel.balance",
 }
 

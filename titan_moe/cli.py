@@ -18,9 +18,9 @@ from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE, assumes_nodes, pl
 from titan_moe.config.parse import blame, split_overrides
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
-from titan_moe.train.end_process import end_soon
-from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
-from titan_moe.train.parent_death import die_with_parent
+from titan_moe.training.end_process import end_soon
+from titan_moe.training.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
+from titan_moe.training.parent_death import die_with_parent
 
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_DELAY_S = 3.0
@@ -130,16 +130,16 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     recipe = _load(path, overrides, world_size)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:  # every rank runs this function again, with WORLD_SIZE
         with _imports_frozen():
-            from titan_moe.train.launch import launch
+            from titan_moe.training.launch import launch
         return launch(world_size, [verb, path, *overrides], 60 * recipe.run.step_timeout_minutes)
     _set_variables_of_torch(recipe.run.device)
     _set_up_logging()
     sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
     with _imports_frozen():
         if verb == "trace":
-            from titan_moe.train.trace import run
+            from titan_moe.training.trace import run
         else:
-            from titan_moe.train.trainer import run
+            from titan_moe.training.trainer import run
     try:
         run(recipe)
     except (RecipeError, KeyboardInterrupt, SystemExit):

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-RECIPE = Path(__file__).parents[1] / "tests" / "train" / "tiny.toml"
+RECIPE = Path(__file__).parents[1] / "tests" / "training" / "tiny.toml"
 STEPS = {1: 240, 2: 120, 4: 60}
 """Number of ranks -> steps of a run: some seconds of training, with a save every SAVE_STEPS."""
 SAVE_STEPS = 4

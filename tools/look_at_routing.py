@@ -28,7 +28,7 @@ from titan_moe.layers.init import init_weights
 from titan_moe.metrics.console import format_start
 from titan_moe.metrics.meter import routing_record
 from titan_moe.metrics.router_input import LayerSignals, Signal, observe_forward
-from titan_moe.train.build import build_on_meta
+from titan_moe.training.build import build_on_meta
 
 HEADER = """\
                  rms         common direction: all tokens / in a sequence

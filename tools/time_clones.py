@@ -29,9 +29,9 @@ from titan_moe.config.model import MoEConfig
 from titan_moe.config.parse import split_overrides
 from titan_moe.layers.attention import attention_backend
 from titan_moe.layers.forced_routing import ForcedBalance, ForcedTable
-from titan_moe.train.build import assemble
-from titan_moe.train.process import process_group
-from titan_moe.train.resolve_kernels import resolve_auto
+from titan_moe.training.build import assemble
+from titan_moe.training.process import process_group
+from titan_moe.training.resolve_kernels import resolve_auto
 
 
 def main() -> None:

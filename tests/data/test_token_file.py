@@ -96,7 +96,7 @@ sys.exit(cli.main())
 def test_run_with_a_shortened_file_ends_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     (TOKENS % 64).astype("<u2").tofile(path)
-    tiny = Path(__file__).parents[1] / "train" / "tiny.toml"
+    tiny = Path(__file__).parents[1] / "training" / "tiny.toml"
     data = ("--data.source=tokens", f"--data.path={path}", "--data.tokenizer=", f"--run.folder={tmp_path / 'run'}")
     command = [sys.executable, "-c", SHORTENING, str(path), "train", str(tiny), *data]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180)

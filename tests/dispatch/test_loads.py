@@ -30,8 +30,8 @@ from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.forced_loads import draw_ids, generator_of
 from titan_moe.plan.loads import LayerLoads, visit_probability
-from titan_moe.train.capacity_control import CapacityControl
-from titan_moe.train.step_runner import StepRunner
+from titan_moe.training.capacity_control import CapacityControl
+from titan_moe.training.step_runner import StepRunner
 
 equal_local, symm_mem, fused, arena_tests = (
     load_tests(f"dispatch/{name}")

@@ -25,8 +25,8 @@ from titan_moe.layers.forced_routing import ForcedBalance, ForcedTable
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.unsharded_experts import CastCache
 from titan_moe.parameters import full_tensor
-from titan_moe.train import build, clone_control
-from titan_moe.train.build import assemble
+from titan_moe.training import build, clone_control
+from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
 STEPS = 3

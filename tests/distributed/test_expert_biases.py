@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
 STEPS = 3

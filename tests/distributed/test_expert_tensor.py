@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 one_loss, tensor_parallel = map(load, ("distributed/test_one_loss", "distributed/test_tensor_parallel"))
 STEPS = 3

@@ -36,7 +36,7 @@ from titan_moe.layers.router import TopKRouter
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.parameters import full_tensor, fused_rows
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
 NUM_MASKED = 5

@@ -20,7 +20,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch import symm_mem_delayed_mlp as delayed_mlp
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.train.step_runner import StepRunner
+from titan_moe.training.step_runner import StepRunner
 
 pytestmark = pytest.mark.interpreted
 one_loss, over_memory = load("distributed/test_one_loss"), load("distributed/test_symm_mem")

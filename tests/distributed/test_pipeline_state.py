@@ -14,7 +14,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import CheckpointConfig
 from titan_moe.optim.fused_adamw import FusedAdamW
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 pipelines, states = load("distributed/test_pipelines"), load("distributed/test_tensor_parallel")
 

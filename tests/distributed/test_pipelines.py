@@ -22,7 +22,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.config.train import RunConfig
 from titan_moe.dispatch import capacity
-from titan_moe.train.step_runner import StepRunner
+from titan_moe.training.step_runner import StepRunner
 
 one_loss = load("distributed/test_one_loss")
 

@@ -26,11 +26,11 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel import symm_memory
-from titan_moe.train import capacity_control
-from titan_moe.train.build import assemble
-from titan_moe.train.capacity_control import CapacityControl
-from titan_moe.train.step import TrainStep
-from titan_moe.train.step_runner import StepRunner
+from titan_moe.training import capacity_control
+from titan_moe.training.build import assemble
+from titan_moe.training.capacity_control import CapacityControl
+from titan_moe.training.step import TrainStep
+from titan_moe.training.step_runner import StepRunner
 
 pytestmark = pytest.mark.interpreted
 STEPS = 2
@@ -38,7 +38,7 @@ STEPS = 2
 
 one_loss, clones, step_runner, mapped_files = map(
     load,
-    ("distributed/test_one_loss", "distributed/test_clones", "train/test_step_runner", "support/mapped_files"),
+    ("distributed/test_one_loss", "distributed/test_clones", "training/test_step_runner", "support/mapped_files"),
 )
 
 

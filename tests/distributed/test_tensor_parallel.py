@@ -27,8 +27,8 @@ from titan_moe.config.train import CheckpointConfig, RunConfig
 from titan_moe.data.loader import build_loader
 from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.plan.format_choice import choose_formats
-from titan_moe.train.build import assemble
-from titan_moe.train.evaluate import evaluating, validation_loss
+from titan_moe.training.build import assemble
+from titan_moe.training.evaluate import evaluating, validation_loss
 
 one_loss = load("distributed/test_one_loss")
 CPU = torch.device("cpu")

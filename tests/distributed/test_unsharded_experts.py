@@ -16,7 +16,7 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, ParallelSizes
 from titan_moe.config.perf import CompileConfig
 from titan_moe.data.packing import Batch
-from titan_moe.train.build import Assembly, assemble
+from titan_moe.training.build import Assembly, assemble
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, vocab_size=256, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-TINY = Path(__file__).parents[1] / "train" / "tiny.toml"
+TINY = Path(__file__).parents[1] / "training" / "tiny.toml"
 EXIT_BAD_RECIPE = 2
 LAYOUTS = {
     "alltoall": ("--parallel.ep=2", "--parallel.dispatcher=alltoall"),

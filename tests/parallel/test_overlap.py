@@ -23,8 +23,8 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import OptimConfig, ProfileConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.profile.region import PREFIX
-from titan_moe.train.build import Assembly, assemble
-from titan_moe.train.evaluate import validation_loss
+from titan_moe.training.build import Assembly, assemble
+from titan_moe.training.evaluate import validation_loss
 
 pytestmark = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from titan_moe.parallel.tensor_overlap import (
     open_workspace,
     workspace_bytes,
 )
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
 BATCH, TOKENS, WIDTH = 3, 4, 6  # tokens of a rank

@@ -16,7 +16,7 @@ from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.optim.accumulate import accumulate, accumulate_reference
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.unsharded_experts import CastCache, caching_casts, use_unsharded_experts
-from titan_moe.train.forward_backward import run_microbatch
+from titan_moe.training.forward_backward import run_microbatch
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from titan_moe.plan.check_report import describe
 from titan_moe.plan.count import attention_core_flops_per_token, count_parameters, training_flops_per_token
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-TINY = Path(__file__).parents[1] / "train" / "tiny.toml"
+TINY = Path(__file__).parents[1] / "training" / "tiny.toml"
 
 
 @pytest.mark.parametrize(

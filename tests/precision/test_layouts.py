@@ -16,7 +16,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.mesh import build_meshes
-from titan_moe.train.build import build_on_meta, build_parts
+from titan_moe.training.build import build_on_meta, build_parts
 
 SEQUENCES, TOKENS = 4, 32
 MODEL = ModelConfig(

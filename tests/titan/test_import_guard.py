@@ -39,7 +39,7 @@ assert device_type == (torch._utils._get_available_device_type() or "cpu"), devi
 assert CheckpointManager.__init__.__globals__["logger"].name == "torchtitan"
 logging.getLogger("torchtitan").setLevel("INFO")
 GarbageCollection.collect("wanted message")
-import titan_moe.train.trainer
+import titan_moe.training.trainer
 assert torch.compile is compile and "torch._inductor.compile_fx" not in sys.modules, "Inductor takes long to import"
 """
     assert run_python(code).splitlines()[0].startswith("INFO:torchtitan:[GC] wanted message")

@@ -8,7 +8,7 @@ import pytest
 
 from titan_moe.config import RecipeError
 
-TINY = str(Path(__file__).parents[1] / "train" / "tiny.toml")
+TINY = str(Path(__file__).parents[1] / "training" / "tiny.toml")
 ARGUMENTS = [TINY, "--device=cpu", "--tokens=128"]
 
 

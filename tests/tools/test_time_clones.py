@@ -14,7 +14,7 @@ import torch
 from titan_moe.config.model import MoEConfig
 
 TOOLS = str(Path(__file__).parents[2] / "tools")
-TINY = Path(__file__).parents[1] / "train" / "tiny.toml"
+TINY = Path(__file__).parents[1] / "training" / "tiny.toml"
 
 
 @pytest.fixture

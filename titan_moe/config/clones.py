@@ -2,7 +2,7 @@
 
 With replica slots in use, every exchange decides on the device how many clones it has. A balanced exchange has none. It
 moves no weights then, but still costs six barriers and some twenty small launches in forward and backward. So "auto"
-uses its replica slots only while ranks are imbalanced (train/clone_control.py); here is whether it has any.
+uses its replica slots only while ranks are imbalanced (training/clone_control.py); here is whether it has any.
 """
 
 from collections.abc import Iterator

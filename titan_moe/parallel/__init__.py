@@ -1,1 +1,1 @@
-"""Parallelism: meshes and the transforms of a built model, which train/build.py applies in order."""
+"""Parallelism: meshes and the transforms of a built model, which training/build.py applies in order."""

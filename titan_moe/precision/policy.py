@@ -56,7 +56,7 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> dict[str,
 def resolve_formats(recipe: Recipe) -> dict[str, GemmFormats]:
     """The formats of the GEMMs of each module that has any, by name, `layers.0.feed_forward.experts` among them.
 
-    The gate for speed is not asked: train/resolve_formats.py has written its answer into the recipe.
+    The gate for speed is not asked: training/resolve_formats.py has written its answer into the recipe.
     """
     choices = choose_formats(recipe)
     return {choice.module.name: choice.formats for choice in choices if choice.formats != IN_COMPUTE}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support import load
 
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 pipelines = load("distributed/test_pipelines")
 LOOP = replace(pipelines.SCHEDULES["interleaved_1f1b"], pp=2)

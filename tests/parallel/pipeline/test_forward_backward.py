@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")

@@ -12,7 +12,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.plan.pipeline.action import KEPT_SENDS
 from titan_moe.plan.pipeline.parts import parts_of
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 one_loss, pipelines = load("distributed/test_one_loss"), load("distributed/test_pipelines")
 

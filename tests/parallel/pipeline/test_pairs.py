@@ -28,8 +28,8 @@ from titan_moe.parallel.pipeline.messages import Messages, Received
 from titan_moe.plan.pipeline.action import Pair
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import max_held
-from titan_moe.train.build import assemble
-from titan_moe.train.evaluate import validation_loss
+from titan_moe.training.build import assemble
+from titan_moe.training.evaluate import validation_loss
 
 pytestmark = pytest.mark.slow
 one_loss, overlap = load("distributed/test_one_loss"), load("parallel/test_overlap")

@@ -26,7 +26,7 @@ from titan_moe.plan.pipeline.action import flat
 from titan_moe.plan.pipeline.orders import PHASES_WITH_PAIRS
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.profile import compile_trace
-from titan_moe.train.step_runner import StepRunner
+from titan_moe.training.step_runner import StepRunner
 
 one_loss, pipelines = load("distributed/test_one_loss"), load("distributed/test_pipelines")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

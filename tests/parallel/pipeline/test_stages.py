@@ -19,7 +19,7 @@ from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.parallel.pipeline.stages import split
 from titan_moe.parameters import full_tensor
-from titan_moe.train.build import assemble
+from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
 PP2 = ParallelConfig(pp=2)

@@ -36,7 +36,7 @@ from titan_moe.parallel.mesh import build_meshes
 from titan_moe.parallel.pipeline import weight_grads
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 from titan_moe.precision import policy
-from titan_moe.train import build
+from titan_moe.training import build
 
 one_loss = load("distributed/test_one_loss")
 CPU = torch.device("cpu")

@@ -1,0 +1,231 @@
+"""The assembly: the order of the transforms of a model, and the parts of a run around it."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_moe.compile import regional
+from titan_moe.config import Recipe
+from titan_moe.config.clones import COST_SLOTS, clones_pay_from, num_clones
+from titan_moe.config.context import ring_backend
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import resolve
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
+from titan_moe.layers.forced_routing import force_load
+from titan_moe.layers.init import init_weights
+from titan_moe.memory import recompute
+from titan_moe.metrics import regions
+from titan_moe.models.part import tied_weight
+from titan_moe.optim.build import Optimizers, build_optimizer
+from titan_moe.optim.schedule import Schedules, build_schedule
+from titan_moe.optim.state import MOMENTS
+from titan_moe.parallel import arena, context, expert, fsdp, sequence, symm_memory, tensor, tensor_overlap
+from titan_moe.parallel.balance import ExpertBalancer, count_experts
+from titan_moe.parallel.grads import ReplicatedGrads
+from titan_moe.parallel.mesh import Meshes, build_meshes
+from titan_moe.parallel.pipeline import stages, weight_grads
+from titan_moe.parallel.pipeline.agreement import check_one_schedule
+from titan_moe.parallel.pipeline.model import Model, whole_model
+from titan_moe.parallel.pipeline.stages import find_tied_embedding
+from titan_moe.parameters import TENSOR_AXIS
+from titan_moe.plan.peak import graph_bytes
+from titan_moe.plan.pipeline.parts import parts_of
+from titan_moe.precision import policy
+from titan_moe.training.capacity_control import CapacityControl, largest_factor
+from titan_moe.training.clone_control import CloneControl
+from titan_moe.training.forward_backward import build_forward_backward
+from titan_moe.training.model_class import check_interface, check_parts, import_model_class
+from titan_moe.training.peak_memory import PeakMemory
+from titan_moe.training.spikes import Spikes
+from titan_moe.training.step import TrainStep
+from titan_moe.training.step_runner import StepRunner
+
+
+class Assembly(NamedTuple):
+    """The training state of this rank."""
+
+    meshes: Meshes
+    model: Model  # all of it, without gradients: on this rank, or over the stages of a pipeline
+    parts: list[nn.Module]  # this rank's part of it: the model, or some stages
+    optimizers: Optimizers
+    schedule: Schedules
+    step: StepRunner
+
+
+def assemble(recipe: Recipe, device: torch.device) -> Assembly:
+    """Build model, optimizer and step of a recipe; the process group must exist."""
+    sizes = resolve(recipe.parallel, dist.get_world_size())
+    check_one_schedule(recipe, sizes, device)  # before groups are made: ranks with another recipe would wait there
+    meshes = build_meshes(sizes, device)
+    capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
+    model = build_on_meta(recipe)
+    num_experts, is_tied = count_experts(model), tied_weight(model) is not None
+    queue = weight_grads.build_queue(recipe)
+    replicas = replica_slots(recipe)
+    parts = build_parts(model, recipe, meshes, device, capacity, queue, replicas)
+    if recipe.parallel.pp > 1 and recipe.model.class_ != ModelConfig.class_:
+        check_parts(parts, recipe)
+    moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
+    optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
+    schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
+    tied = find_tied_embedding(parts, recipe.parallel, meshes, is_tied=is_tied)
+    num_skipped, num_skipped_in_row, num_spikes = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    step = TrainStep(
+        forward_backward=build_forward_backward(parts, recipe, meshes, tied, queue, capacity=capacity),
+        optimizers=optimizers,
+        balancer=ExpertBalancer(parts, meshes.world_group, num_experts),
+        capacity=capacity,
+        replicas=replicas,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        meshes=meshes,
+        spikes=Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None,
+        num_skipped=num_skipped,
+        num_skipped_in_row=num_skipped_in_row,
+        num_spikes=num_spikes,
+        tied=() if tied is None else tuple(tied.weights),
+        replicated=_replicated_grads(recipe, meshes, optimizers),
+    )
+    memory = PeakMemory(capacity, _bytes_of_a_graph(recipe, meshes))
+    runner = StepRunner(
+        step,
+        schedule,
+        is_captured,
+        control=_capacity_control(recipe, memory),
+        clone_control=CloneControl(clones_pay_from(recipe)) if recipe.parallel.has_clones else None,
+        forced_step=_force_load(parts, recipe, device),
+        memory=memory,
+    )
+    return Assembly(meshes, whole_model(parts, recipe, meshes), parts, optimizers, schedule, runner)
+
+
+def _force_load(parts: list[nn.Module], recipe: Recipe, device: torch.device) -> torch.Tensor | None:
+    """Force the load of the recipe. Returns the step of the load, on the device; None without one."""
+    if not recipe.train.forces_load:
+        return None
+    model, step = recipe.model, torch.zeros((), dtype=torch.int64, device=device)
+    for part in parts:
+        force_load(part, recipe.train.forced_load, model.moe, recipe.parallel.ep, device, step, model.num_dense_layers)
+    return step
+
+
+def _replicated_grads(recipe: Recipe, meshes: Meshes, optimizers: Optimizers) -> ReplicatedGrads | None:
+    """What ranks of tp sum; None without them."""
+    if recipe.parallel.tp == 1:
+        return None
+    group = meshes.dense[TENSOR_AXIS].get_group()
+    return ReplicatedGrads(optimizers.parameters, group, fsdp.DTYPES[recipe.precision.reduce])
+
+
+def _bytes_of_a_graph(recipe: Recipe, meshes: Meshes) -> int:
+    """By how much a CUDA graph raises the peak on this rank, estimated; 0 without one."""
+    if recipe.compile.cudagraph == "off":
+        return 0
+    return graph_bytes(parts_of(recipe, meshes.sizes.world)[meshes.dense.get_local_rank("pp")])
+
+
+def _capacity_control(recipe: Recipe, memory: PeakMemory) -> CapacityControl | None:
+    """What chooses the capacity factor of each step; None where the recipe does, or nothing is kept for backward."""
+    follows_load, arena = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0, memory.capacity.arena
+    keeps_nothing = arena is not None and arena.is_checkpointed
+    if not follows_load or keeps_nothing:
+        return None
+    return CapacityControl(largest=partial(largest_factor, memory), grows_ahead=arena is not None)
+
+
+def build_parts(
+    model: nn.Module,
+    recipe: Recipe,
+    meshes: Meshes,
+    device: torch.device,
+    capacity: ExpertCapacity,
+    queue: WeightGradQueue | None = None,
+    replicas: ReplicaSlots | None = None,
+) -> list[nn.Module]:
+    """Shard, compile and initialise this rank's part of the model of a recipe, which is on the meta device.
+
+    `queue` takes the weight gradients of layers that can delay them. `replicas` are those of `replica_slots`.
+    """
+    replicas = replicas or replica_slots(recipe)
+    policy.convert(model, recipe, device)  # first: it swaps modules, and shards must be of the final ones
+    parts = stages.split(model, recipe, meshes)  # before sharding: a rank shards only its own stages
+    layers = nn.ModuleList(parts)
+    nodes = expert.open_nodes(recipe.parallel, meshes.ep.get_group())
+    memory = symm_memory.share_memory(layers, recipe, meshes, device, capacity, nodes)
+    tensor_overlap.open_workspace(recipe, meshes, device)
+    rank = meshes.dense.get_local_rank("pp")
+    arena.give_arena(model, parts, recipe, device, capacity, pipeline_rank=rank, world_size=meshes.sizes.world)
+    ring = ring_backend(
+        recipe.perf.attention,
+        device.type,
+        head_dim=recipe.model.attention.head_dim,
+        is_deterministic=recipe.run.is_deterministic,
+    )
+    for part in parts:
+        # experts leave the dense mesh before FSDP
+        expert.apply(part, recipe.parallel, meshes, capacity, memory, nodes, replicas)
+        tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
+        context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
+        sequence.apply(part, recipe.parallel, meshes)
+        weight_grads.apply(part, queue, recipe, device)  # delays those of what will not be compiled
+        regional.apply(part, recipe.compile, device)  # pieces: the hooks of FSDP stay outside the graphs
+        if recipe.profile.start_step:
+            regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones
+        recompute.apply(part, recipe.memory)  # around compiled code
+        fsdp.apply(  # outermost: gathers around compiled code
+            part,
+            recipe.parallel,
+            recipe.precision,
+            meshes,
+            gradients=recipe.perf.chosen_kernels.gradients,
+            delay_weight_grads_of_experts=delays_weight_grads(recipe),
+            replicas=replicas,
+        )
+        part.to_empty(device=device)
+        seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
+        init_weights(part, seed, num_layers=recipe.model.num_layers, **stds)
+    return parts
+
+
+def replica_slots(recipe: Recipe) -> ReplicaSlots:
+    """The replica slots of all layers, which are not used at first."""
+    return ReplicaSlots(num_clones(recipe), cost=COST_SLOTS)
+
+
+def delays_weight_grads(recipe: Recipe) -> bool:
+    """Whether weight gradients of experts are computed while gradients of rows are sent.
+
+    Not with recompute, which fixes another order.
+    """
+    p, is_fused = recipe.parallel, recipe.perf.chosen_kernels.experts == "fused"
+    return p.overlap == "microbatch" and is_fused and recipe.memory.recompute == "none"
+
+
+def build_on_meta(recipe: Recipe) -> nn.Module:
+    """Build the plain model on the meta device, in the dtype that the optimizer updates.
+
+    Raises: RecipeError if the class cannot be imported or called, or breaks its contract.
+    """
+    model = build_unchecked(recipe, recipe.perf.chosen_kernels)
+    check_interface(model, recipe)
+    return model
+
+
+def build_unchecked(recipe: Recipe, kernels: Kernels) -> nn.Module:
+    """The same with these kernels, whatever its class makes.
+
+    Raises: RecipeError if the class cannot be imported or called.
+    """
+    model_class = import_model_class(recipe.model.class_)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(fsdp.DTYPES[recipe.precision.master])
+    try:
+        with torch.device("meta"):
+            return model_class(recipe.model, kernels=kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens)
+    finally:
+        torch.set_default_dtype(previous)

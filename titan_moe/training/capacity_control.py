@@ -1,0 +1,127 @@
+"""`parallel.expert_rank_capacity_factor = "auto"`: the factor follows the need of past steps."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.training.peak_memory import PeakMemory
+
+CALIBRATION_STEPS = 4
+"""Steps without a bound before the first factor is chosen."""
+MARGIN = 1.1
+"""Ratio of the chosen factor to the need. Each recent overflow multiplies it once more."""
+HEADROOM = 1.05
+"""The factor grows ahead of an overflow once it is less than this times the need of a step: loads that drift rarely
+grow by more from one step to the next."""
+STEPS_OF_FACTOR = 8
+"""Factors are multiples of 1/8."""
+WINDOW_STEPS = 50
+"""Number of steps for which an overflow counts as recent."""
+MANY_OVERFLOWS = 4
+"""The bound is lifted after this number of recent overflows: the load changes too fast to follow."""
+QUIET_STEPS = 500
+"""The factor shrinks if this number of steps needed less."""
+RESERVED_SHARE = 0.05
+"""Fraction of a GPU's memory that is left for fragmentation and workspaces."""
+
+
+class CapacityControl:
+    """Choose the capacity factor from the need of past steps. All ranks choose alike, from reduced numbers.
+
+    `factor` is the bound of the next step. It is 0 while there is no bound: at the start, while the load changes fast,
+    or if memory cannot hold the need.
+    """
+
+    def __init__(self, largest: Callable[[], float] = lambda: math.inf, *, grows_ahead: bool = True) -> None:
+        """`largest` is the largest factor that the memory of every rank holds. Without `grows_ahead` the factor grows
+        after an overflow alone: where another factor is another compilation, it costs more than a step."""
+        self.factor, self.largest, self.grows_ahead = 0.0, largest, grows_ahead
+        self.step = 0
+        self.is_at_limit = False  # memory held no more when the factor was to grow ahead of an overflow
+        self.steps_to_wait = CALIBRATION_STEPS
+        self.pause_steps = WINDOW_STEPS
+        self.needs: deque[float] = deque(maxlen=QUIET_STEPS)
+        self.overflows: deque[int] = deque()
+
+    def resume(self, factor: float) -> None:
+        """Start with the factor of an earlier run, after one step, which shows how much memory is left."""
+        self.needs.append(factor / MARGIN)
+        self.steps_to_wait = 1
+
+    def follow(self, need: float, has_overflowed: bool) -> float:
+        """Take note of a step with finite gradients, and choose the factor of the next: `factor`."""
+        before = self.factor
+        self.step += 1
+        self.needs.append(need)
+        while self.overflows and self.overflows[0] <= self.step - WINDOW_STEPS:
+            self.overflows.popleft()
+        if has_overflowed:
+            self._grow()
+        elif not self.factor:
+            self.steps_to_wait -= 1
+            if self.steps_to_wait <= 0:
+                self.factor = self._choose(max(list(self.needs)[-WINDOW_STEPS:]))
+        elif self.grows_ahead and not self.is_at_limit and self.factor < need * HEADROOM < math.inf:
+            self.factor = max(self.factor, min(self._with_margin(need), self._largest()))
+            self.is_at_limit = self.factor == before
+        elif self.step % QUIET_STEPS == 0 and len(self.needs) == QUIET_STEPS:
+            smaller = round_up(max(self.needs) * MARGIN)
+            if smaller <= self.factor - 2 / STEPS_OF_FACTOR:
+                self.factor = smaller
+        if self.factor != before:
+            self.is_at_limit = False
+        return self.factor
+
+    def _grow(self) -> None:
+        self.overflows.append(self.step)
+        if len(self.overflows) < MANY_OVERFLOWS:
+            self.factor = self._choose(max(list(self.needs)[-WINDOW_STEPS:]))
+        else:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Lift the bound for a while, each time for longer."""
+        self.factor, self.steps_to_wait = 0.0, self.pause_steps
+        self.pause_steps = min(2 * self.pause_steps, 20 * WINDOW_STEPS)
+        self.overflows.clear()
+
+    def _choose(self, need: float) -> float:
+        """The factor for a need: with a margin if memory holds it, else what it holds, else none."""
+        wanted = self._with_margin(need) if math.isfinite(need) else need
+        largest = self._largest()
+        if wanted <= largest:
+            return wanted
+        if need <= largest:
+            return largest
+        self._pause()
+        return 0.0
+
+    def _with_margin(self, need: float) -> float:
+        return round_up(need * MARGIN ** (1 + len(self.overflows)))
+
+    def _largest(self) -> float:
+        return math.floor(min(self.largest(), 1e6) * STEPS_OF_FACTOR) / STEPS_OF_FACTOR
+
+
+def round_up(factor: float) -> float:
+    """The next multiple of 1/8, at least 1."""
+    return max(math.ceil(factor * STEPS_OF_FACTOR - 1e-6) / STEPS_OF_FACTOR, 1.0)
+
+
+def largest_factor(memory: PeakMemory) -> float:
+    """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far and what the
+    first recording will add to it; infinite without an arena or a GPU. A collective call."""
+    capacity, device = memory.capacity, memory.device
+    arena, loads = capacity.arena, capacity.loads
+    if arena is None or loads is None or device.type != "cuda":
+        return math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    of_others = total - free - torch.cuda.memory_reserved(device)
+    beside_arena = memory.bytes_beside_arena + memory.bytes_of_first_recording
+    room = total * (1 - RESERVED_SHARE) - of_others - beside_arena
+    factor = capacity.need.new_tensor(loads.largest_factor(*arena.room_bytes, room))
+    dist.all_reduce(factor, dist.ReduceOp.MIN)
+    return factor.item()

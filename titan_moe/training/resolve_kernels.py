@@ -1,0 +1,40 @@
+"""Resolve "auto" for this machine, so that the saved recipe contains the choice."""
+
+import logging
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.checkpoint.rank_zero import run_on_rank_zero
+from titan_moe.config import Recipe
+from titan_moe.config.clones import resolve_clones
+from titan_moe.config.perf import PerfConfig
+from titan_moe.kernels.device import compute_capability, device_name
+from titan_moe.plan import kernel_choice
+from titan_moe.training.resolve_formats import resolve_formats
+
+logger = logging.getLogger("titan_moe")
+
+
+def resolve_auto(recipe: Recipe, device: torch.device) -> Recipe:
+    """Resolve `precision.backend`, `perf.kernels` and `parallel.expert_clones`. (`expert_rank_capacity_factor` follows
+    the load of a run.)
+
+    Raises: RecipeError if the device has no matrix units for a format.
+    """
+    recipe = resolve_formats(recipe, device)  # first: emulated experts exclude kernels
+    return resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
+
+
+def resolve_kernels(recipe: Recipe, device: torch.device) -> Recipe:
+    """Choose the kernels of `auto` by rank 0's device, equally for all ranks, and log them."""
+    if recipe.perf.kernels != "auto":
+        return recipe
+
+    def choose() -> PerfConfig:
+        perf = kernel_choice.resolve_kernels(recipe, dist.get_world_size(), compute_capability(device))
+        logger.info('perf.kernels = "auto" on %s: %s', device_name(device), kernel_choice.describe_kernels(perf))
+        return perf
+
+    return replace(recipe, perf=run_on_rank_zero(choose))

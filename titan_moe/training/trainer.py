@@ -1,0 +1,396 @@
+"""The loop: from a recipe to a trained model in a run folder."""
+
+import gc
+import logging
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from signal import SIGINT, Signals
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
+from titan_moe.checkpoint.rank_zero import run_on_rank_zero
+from titan_moe.config import Recipe, RecipeError, check_rules
+from titan_moe.config.context import sequence_shard
+from titan_moe.config.experimental import describe_experimental
+from titan_moe.config.kernels import DEFAULT_KERNELS
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ranks_of_a_node
+from titan_moe.config.parse import dump_recipe
+from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
+from titan_moe.data.loader import build_loader
+from titan_moe.layers.attention import attention_backend
+from titan_moe.metrics.environment import write_environment
+from titan_moe.metrics.meter import Meter
+from titan_moe.metrics.whole_file import write_whole
+from titan_moe.profile.trace import StepTracer, Tracer
+from titan_moe.titan import GarbageCollection
+from titan_moe.training.build import assemble, build_unchecked
+from titan_moe.training.capacity_control import round_up
+from titan_moe.training.count_class import FLOPS_HOOK, ModelCounts, count_model
+from titan_moe.training.earlier_records import set_aside
+from titan_moe.training.evaluate import evaluating, validation_loss
+from titan_moe.training.failure import EXIT_FAILED, record_failure
+from titan_moe.training.model_class import check_loss
+from titan_moe.training.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
+from titan_moe.training.read_ahead import ReadAhead, UnreadableDataError
+from titan_moe.training.resolve_kernels import resolve_auto
+from titan_moe.training.run_lock import run_lock
+from titan_moe.training.step import StepResult
+from titan_moe.training.unsaved import UnsavedWarning
+from titan_moe.training.watchdog import Watchdog
+from titan_moe.training.writable import writable_folders
+
+logger = logging.getLogger("titan_moe")
+
+
+def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
+    """Train a recipe to its last step, resuming if its run folder has a checkpoint.
+
+    A `tracer` takes the place of that of `[profile]`; once it is done, the run ends.
+
+    Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, missing data, a checkpoint
+    that does not fit, a run folder in use; or, once the run is saved, if its data cannot be read on. SystemExit after
+    Ctrl-C, once the run is saved, and if it has diverged: its last step is then not saved. After SIGTERM it returns.
+    """
+    with process_group(recipe.run) as device, Watchdog(recipe.run) as watchdog:
+        recipe = replace(recipe, run=replace(recipe.run, device=device.type))
+        problems = check_rules(recipe, dist.get_world_size())
+        if problems:
+            raise RecipeError(problems)
+        with ExitStack() as lock, attention_backend(recipe.perf.attention):
+            run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))
+            lock.enter_context(writable_folders(recipe))
+            exit_code = Trainer(recipe, device, watchdog, tracer).train()
+            wait_for_all_ranks(device)
+    if exit_code:
+        raise SystemExit(exit_code)
+
+
+class Progress:
+    """Steps and tokens of a run so far, the steps since the last one with an update, the capacity factor, the window of
+    spikes and whether replica slots are used; saved in its checkpoints."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.tokens_seen = 0
+        self.num_skipped_in_row = 0  # as far as read from the device
+        self.capacity_factor = 0.0
+        self.spikes = ""
+        self.clones = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update((name, state[name]) for name in vars(self))
+
+
+class Trainer:
+    """One run on this rank: model, data, optimizer, checkpoints, metrics."""
+
+    def __init__(self, recipe: Recipe, device: torch.device, watchdog: Watchdog, tracer: Tracer | None = None) -> None:
+        self.recipe, self.device, self.watchdog = recipe, device, watchdog
+        self.run_folder = Path(recipe.run.folder)
+        self.tracer = tracer or StepTracer(recipe.profile, self.run_folder, dist.get_rank())
+        self.is_main = dist.get_rank() == 0
+        counts = run_on_rank_zero(lambda: count_model(recipe, partial(build_unchecked, recipe, DEFAULT_KERNELS)))
+        if self.is_main:
+            self._log_start(counts)
+        self.recipe = recipe = resolve_auto(recipe, device)
+        torch.manual_seed(recipe.run.seed)
+        self.meshes, self.model, self.parts, optimizers, self.schedule, self.runner = assemble(recipe, device)
+        if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
+            problem = f'model.class = "{recipe.model.class_}" has no `generate`'
+            raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
+        # a timeout of days: tokenising a large corpus takes longer than the default one
+        tokenising = dist.new_group(backend="gloo", timeout=timedelta(days=2))
+        barrier = partial(dist.barrier, tokenising)
+        with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
+            where = self.meshes.data_rank, self.meshes.sizes.dp
+            shard = sequence_shard(recipe.parallel, self.meshes.context_rank)
+            builds_cache = dist.get_rank() == 0
+            self.loader = build_loader(recipe, *where, self.run_folder, barrier, shard, builds_cache=builds_cache)
+        if recipe.model.class_ != ModelConfig.class_:
+            capacity = self.runner.step.capacity
+            with capacity.unbounded():
+                check_loss(self.model, self.parts, recipe, self.loader.tokenizer.vocab_size, device, capacity.check)
+        torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
+        self.progress = Progress()
+        self.stop = StopSignal()
+        self.unsaved = UnsavedWarning(recipe.checkpoint.every_steps, recipe.train.steps)
+        self.checkpointer = Checkpointer(
+            recipe, self.run_folder, self.parts, optimizers, self.schedule, self.loader, self.progress
+        )
+        self.meter = Meter(
+            recipe,
+            self.run_folder,
+            flops_per_token=counts.flops_per_token,
+            device=device,
+            num_ranks=dist.get_world_size(),
+            is_main=self.is_main,
+            peak_memory_gib=lambda: self.runner.memory.gib,
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the recipe are done (or more, if the recipe was shortened since), or a trace is."""
+        return self.tracer.is_done or self.progress.step >= self.recipe.train.steps
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether so many steps were skipped in a row that the run stops."""
+        return 0 < self.recipe.train.max_skipped_in_row <= self.progress.num_skipped_in_row
+
+    @property
+    def _command(self) -> str:
+        """The command that goes on with this run; on several nodes what torchrun is to run."""
+        num_ranks = dist.get_world_size()
+        is_launched = 1 < num_ranks == ranks_of_a_node(num_ranks)
+        recipe = shlex.quote(str(self.run_folder / "recipe.toml"))
+        return f"titan-moe train {recipe}{f' --nproc {num_ranks}' if is_launched else ''}"
+
+    def train(self) -> int:
+        """Run the remaining steps, save, print a sample, and say how the run ended. Returns the exit code."""
+        with _as_recipe_errors(ValueError, CheckpointMismatch):
+            self.checkpointer.load()
+        stopped_by, step, start = 0, self.progress.step, time.monotonic()
+        if self.is_finished:
+            ways_on = "a larger train.steps goes on, another run.folder starts anew"
+            logger.info("%s is finished after step %d; %s", self.run_folder, step, ways_on)
+        else:
+            try:
+                stopped_by = self._train_remaining_steps()
+            except Exception as error:
+                record_failure(error, self.recipe.run.folder)  # before others fail because of it
+                self.watchdog.begin("the save before its failure")
+                self.checkpointer.finish_save_after_failure()
+                raise
+        self.checkpointer.close()
+        if self.has_diverged and step < self.progress.step:
+            record_failure(self._describe_divergence())
+            if self.is_main:
+                logger.error("%s", self._describe_divergence())
+        elif self.is_finished and step < self.progress.step:
+            self._log_end(step + 1, time.monotonic() - start)
+        if stopped_by == SIGINT:
+            return EXIT_BY_SIGNAL + stopped_by
+        return EXIT_FAILED if self.has_diverged else 0
+
+    def _train_remaining_steps(self) -> int:
+        if self.is_main:  # only now: a refused recipe leaves the one in the run folder as it was
+            self._open_run_folder()
+        if self.progress.step > 0:
+            logger.info("continuing after step %d", self.progress.step)
+        self.runner.resume(self.progress.capacity_factor, self.progress.clones, self.progress.step)
+        if (spikes := self.runner.step.spikes) is not None:
+            spikes.load_state(self.progress.spikes)
+        self.runner.step.num_skipped_in_row.fill_(self.progress.num_skipped_in_row)
+        self.data = ReadAhead(self.loader, self.recipe.train.steps - self.progress.step)
+        with self.stop:
+            self._run_steps()
+            self.watchdog.begin("the end of the run")
+            self._read_skipped()
+            if self.recipe.checkpoint.save_last_step or self.stop.has_unreadable_data or not self.is_finished:
+                self._save(is_last=True)
+        self.meter.close()
+        if self.stop.has_unreadable_data:
+            self._end_with_unreadable_data()
+        if need := self.runner.largest_need:
+            logger.info("steps needed a capacity factor of up to %.3g; %g would have sufficed", need, round_up(need))
+        if self.has_diverged:
+            return 0
+        if not self.is_finished:
+            name = Signals(self.stop.number).name
+            logger.info("stopped by %s after step %d; to go on: %s", name, self.progress.step, self._command)
+            return self.stop.number
+        if self.recipe.metrics.sample_tokens and self.progress.num_skipped_in_row == 0:
+            self._write_sample()
+        return 0
+
+    def _open_run_folder(self) -> None:
+        """Write what the run is made of. Records of an attempt that left no checkpoint are kept."""
+        if self.progress.step == 0 and (aside := set_aside(self.run_folder)):
+            logger.warning("%s has records and no checkpoint: they are now in %s", self.run_folder, aside)
+        write_environment(self.run_folder)  # beside it, recipe.toml means this folder
+        # the choice to accept other data was for this resume
+        checkpoint = replace(self.recipe.checkpoint, accept_changed_data=False)
+        write_whole(self.run_folder / "recipe.toml", dump_recipe(replace(self.recipe, checkpoint=checkpoint)))
+
+    def _run_steps(self) -> None:
+        garbage = GarbageCollection(100)  # every 100 steps, at the same ones on all ranks
+        self.tracer.start(self.runner, self.progress.step + 1)
+        self.meter.start(self.progress.step, self.progress.tokens_seen)
+        if self.checkpointer.data_change is not None:
+            self.meter.log_data_change(self.progress.step, *self.checkpointer.data_change)
+        try:
+            self.stop.poll(self.data.read(), self._num_bad_rows)
+            while not self.is_finished and not self.has_diverged:
+                self.watchdog.begin_step(self.progress.step + 1)
+                if self.stop.poll(self.data.read(), self._num_bad_rows):
+                    break
+                self._take_step()
+                self.tracer.step()
+                garbage.run(self.progress.step)
+        except UnreadableDataError:
+            self.stop.has_unreadable_data = True
+        finally:
+            self.runner.release()  # NCCL does not shut down while a CUDA graph holds collectives, after an error too
+            gc.enable()
+        self.tracer.close()
+
+    @property
+    def _num_bad_rows(self) -> int:
+        """The bad rows that this rank counts for all: of a slice of the data its first rank, of a stream rank 0."""
+        is_counted = self.is_main or (self.meshes.is_first_of_slice and not self.recipe.data.is_streamed)
+        return len(self.loader.bad_rows) if is_counted else 0
+
+    def _end_with_unreadable_data(self) -> None:
+        """End the run. After a bad row, let the next start accept other data, in which it is repaired. Collective.
+
+        Raises: the errors of `ReadAhead.fail`.
+        """
+        step, (problem, is_bad_row) = self.progress.step, self.data.describe(self.checkpointer.group)
+        if is_bad_row:
+            self.checkpointer.record_bad_data(problem)
+        saved = run_on_rank_zero(lambda: step in self.checkpointer.folders.complete_steps(), self.checkpointer.group)
+        done = f"the run is saved after step {step}" if saved else f"nothing was saved after step {step}"
+        self.data.fail(f"{problem} ({done}; to go on after the repair: {self._command})")
+
+    def _take_step(self) -> None:
+        recipe, progress = self.recipe, self.progress
+        lr = self.schedule.lr
+        result: StepResult = self.runner(self.loader.next_step().to(self.device))
+        progress.step += 1
+        progress.capacity_factor = self.runner.capacity_factor
+        num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
+        progress.tokens_seen += num_tokens
+        record = self.meter.log(
+            progress.step,
+            loss=result.loss,
+            aux_loss=result.aux_loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            num_tokens=num_tokens,
+            tokens_per_expert=result.tokens_per_expert,
+            num_skipped=result.num_skipped,
+            num_spikes=result.num_spikes,
+            num_reruns=self.runner.num_reruns,
+            num_recordings=self.runner.num_recordings,
+            capacity_factor=self.runner.capacity_factor,
+            needed_factor=self.runner.needed_factor,
+            num_replicas=self.runner.step.replicas.number_in_use,
+            num_bad_rows=self.stop.num_bad_rows,
+        )
+        if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
+            with self.watchdog.during("a validation"), self.meter.paused():
+                batches = self.data.read_together(lambda: list(self.loader.validation_batches()))
+                with self.runner.step.capacity.unbounded():
+                    loss = validation_loss(self.model, self.parts, batches, self.device, self.meshes)
+                self.meter.log_validation(progress.step, loss)
+                self.runner.step.capacity.check()  # validation has exchanges too
+        if record and self.is_main:
+            self.unsaved.see(progress.step, record["step_ms"])
+        is_saved = self._is_due(recipe.checkpoint.every_steps)
+        if record or is_saved or self._is_due(recipe.train.max_skipped_in_row):
+            self._read_skipped()
+        if is_saved:
+            with self.watchdog.during("a save"), self.meter.paused():
+                self._save()
+
+    def _read_skipped(self) -> None:
+        """Read the steps skipped in a row, which are equal on all ranks. Waits for the device."""
+        self.progress.num_skipped_in_row = int(self.runner.step.num_skipped_in_row)
+
+    def _save(self, is_last: bool = False) -> None:
+        """Save, unless the run has diverged, and say if the weights are those of an earlier step."""
+        if self.has_diverged:
+            return
+        if (spikes := self.runner.step.spikes) is not None:
+            self.progress.spikes = spikes.state()
+        if (control := self.runner.clone_control) is not None:
+            self.progress.clones = control.state()
+        step, num_skipped = self.progress.step, self.progress.num_skipped_in_row
+        self.checkpointer.save(step, is_last=is_last, num_skipped=num_skipped)
+        if num_skipped and self.is_main:
+            which = "its gradients" if num_skipped == 1 else f"the gradients of the last {num_skipped} steps"
+            weights = f"step {step} is saved with the weights of step {step - num_skipped}"
+            logger.warning("%s: %s were not finite; older checkpoints are kept", weights, which)
+
+    def _is_due(self, every_steps: int) -> bool:
+        return every_steps > 0 and self.progress.step % every_steps == 0
+
+    def _write_sample(self) -> None:
+        """Continue a held-out prompt, on all ranks; rank 0 prints it."""
+        metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
+        prompt_BN = self.loader.held_out_prompt(SAMPLE_PROMPT_TOKENS).to(self.device)
+        generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
+        with evaluating(self.parts), self.runner.step.capacity.unbounded():
+            tokens_BN = self.model.generate(
+                prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
+            )
+        if self.is_main:
+            prompt, text = tokens_BN[0].split([prompt_BN.shape[1], metrics.sample_tokens])
+            print(f"--- held-out prompt ---\n{tokenizer.decode(prompt.tolist())}")
+            print(f"--- the model continues ---\n{tokenizer.decode(text.tolist())}", flush=True)
+
+    def _log_end(self, first_step: int, seconds: float) -> None:
+        """Log the final losses, the time taken, and the place of the model."""
+        losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.meter.last_losses.items())
+        took = timedelta(seconds=round(seconds))
+        logger.info("finished steps %d to %d in %s: %s", first_step, self.progress.step, took, losses)
+        if self.progress.step in self.checkpointer.folders.complete_steps():
+            logger.info("the model is in %s", self.checkpointer.folders.path(self.progress.step))
+        else:
+            logger.info("the model is not saved")
+
+    def _describe_divergence(self) -> str:
+        """Why the run ended in skipped steps, and the ways out."""
+        steps, num_skipped = self.checkpointer.folders.complete_steps(), self.progress.num_skipped_in_row
+        last_update = self.progress.step - num_skipped
+        last = "the last step" if num_skipped == 1 else f"the last {num_skipped} steps"
+        found = f"continues after step {steps[-1]}, its newest checkpoint" if steps else "starts again"
+        if steps and steps[-1] > last_update:
+            found += (
+                f", with the weights of step {last_update}; it continues from an older one if newer ones are removed"
+            )
+        return (
+            f"{self.run_folder} ended at step {self.progress.step}: the gradients of {last} were not finite, so "
+            "nothing was updated, and this step is not saved; lower optim.lr, raise optim.warmup_steps, or take other "
+            f"weights with checkpoint.load_from in another run.folder ({self._command} {found})"
+        )
+
+    def _log_start(self, counts: ModelCounts) -> None:
+        """Log model, ranks and folder, and warn of ignored data, experimental options and forced routing."""
+        model, data = self.recipe.model, self.recipe.data
+        ranks = f"{dist.get_world_size()} x {self.device.type}"
+        logger.info("%s: %s; %s; writing to %s", model.name, counts.in_words(), ranks, self.run_folder)
+        if counts.flops_per_token is None:
+            way_out = f"let it define {FLOPS_HOOK}(seq_len_tokens)"
+            words = 'the FLOPs of model.class = "%s" are unknown, so the metrics have neither TFLOP/s nor MFU: %s; %s'
+            logger.info(words, model.class_, counts.reason, way_out)
+        if data.source == "synthetic" and data.path:
+            logger.warning('data.path = "%s" is not read: data.source = "synthetic"', data.path)
+        if experimental := describe_experimental(self.recipe):
+            logger.warning(experimental)
+        if self.recipe.train.forces_load:
+            effect = "the router's choice is replaced, for benchmarks and tests only"
+            logger.warning('train.forced_load = "%s": %s', self.recipe.train.forced_load, effect)
+
+
+@contextmanager
+def _as_recipe_errors(*errors: type[Exception]) -> Iterator[None]:
+    """Raise errors about fields of the recipe as RecipeErrors, which the command line prints without a traceback."""
+    try:
+        yield
+    except errors as error:
+        logger.debug("refused because of this:", exc_info=error)
+        raise RecipeError([str(error)]) from error
