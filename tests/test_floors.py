@@ -17,6 +17,7 @@ FLOORS = [
     {"models", "precision", "memory", "compile", "metrics"},
     {"parallel"},
     {"training"},
+    {"entry"},
     {"cli"},
 ]
 ROOF = len(FLOORS) - 1
@@ -28,7 +29,7 @@ SOURCES = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): fil
 
 def room_of(file: Path) -> str:
     name = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "cli" if name in ("__main__", "__init__", "entry") else name
+    return "cli" if name in ("__main__", "__init__") else name
 
 
 def imports_of(source: str) -> Iterator[str]:
