@@ -127,11 +127,11 @@ def test_compile_with_recompute_equals_eager(recomputed: str) -> None:
     assert_same(build("on", config=SHALLOW, recomputed=recomputed), build("off", config=SHALLOW), 1e-4)
 
 
-@pytest.mark.few("forward")
+@pytest.mark.few()
 @pytest.mark.parametrize("has_backward", [False, True], ids=["forward", "forward_and_backward"])
 def test_compile_inductor_block_in_bf16_equals_eager(has_backward: bool) -> None:
     """A whole block, as users may compile it. The only test in this file that generates code: one block, one size. A
-    kernel takes a C++ compiler a second."""
+    kernel takes a C++ compiler a second. tests/gpu/test_compile.py generates code for GPUs."""
     torch._dynamo.reset()
     config = replace(CONFIG, num_layers=1, num_dense_layers=0)
     compiled, plain = (build("off", config=config).bfloat16() for _ in range(2))

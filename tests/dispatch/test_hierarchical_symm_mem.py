@@ -157,11 +157,6 @@ def check_compiled(answers: list[Any]) -> None:
 
 
 @pytest.mark.interpreted
-def test_over_files_compiles_as_one_graph(ranks, tmp_path: Path) -> None:
-    check_compiled(ranks(4, compile_two_layers, str(tmp_path)))
-
-
-@pytest.mark.interpreted
 def test_over_files_results_are_exact_and_those_of_hierarchical(ranks, tmp_path: Path) -> None:
     check_routings(ranks(4, run_routings, str(tmp_path)))
 

@@ -149,7 +149,7 @@ FOLDINGS = {
 }
 
 
-@pytest.mark.few("tp4-dp2-ep4-edp2", "cp8-ep8", "dp8-ep8-2x4")
+@pytest.mark.few("tp4-dp2-ep4-edp2", "dp8-ep8-2x4")
 @pytest.mark.parametrize("folding", FOLDINGS)
 def test_foldings_of_8_ranks_train_as_one_process(
     ranks: Any, alone: Callable[[str, int, bool, int], Any], takes_all_steps: bool, folding: str

@@ -126,7 +126,7 @@ def test_models_train_on_two_stages_as_in_one_process(
     assert_trains_alike(ranks, alone, recipe_of(replace(ParallelConfig(pp=2), **changes), model, memory), model)
 
 
-@pytest.mark.few("pieces", "pairs")
+@pytest.mark.few("pieces")
 @pytest.mark.parametrize(
     ("schedule", "ep"), [pytest.param("zbv", 1, id="pieces"), pytest.param("dualpipev", 2, id="pairs")]
 )
@@ -157,10 +157,8 @@ LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
     "1f1b_tp",
     "interleaved_sharded_tied",
     "interleaved_empty_stage",
-    "alltoall",
     "allgather",
     "cp_etp",
-    "hierarchical",
 )
 @pytest.mark.parametrize(
     ("model", "changes"),
@@ -207,7 +205,7 @@ def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
     return losses, taken_again.call_count
 
 
-@pytest.mark.few("1f1b", "interleaved_pairs")
+@pytest.mark.few("interleaved_pairs")
 @pytest.mark.parametrize(
     "parallel",
     [ParallelConfig(pp=2, ep=2), PAIRS, replace(PAIRS, **LOOPS)],

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slow
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 
 
+@pytest.mark.few("allgather")
 @pytest.mark.parametrize("kind", ["ulysses", "allgather"])
 def test_context_parallel_ranks_train_the_quickstart_as_one_process(ranks, make_run, kind: str) -> None:
     few = (
