@@ -21,7 +21,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.parameters import local
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "titan_moe" / "layers" / "README.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 (SNIPPET,) = (code for code in SNIPPETS if "WORLD" in code and "DDP" not in code)
 (OF_FSDP2,), (OF_DDP,) = ([code for code in SNIPPETS if word in code] for word in ("fully_shard", "DDP("))

@@ -28,7 +28,7 @@ FIELDS = {
     "memory_gib", "step_ms", "expert_load", "idle_experts", "skipped_steps", "rerun_steps",
     "rerun_share",
 }  # fmt: skip
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "titan_moe" / "checkpoint" / "README.md"
 (LOAD,) = (
     code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "checkpoint.load" in code
 )
