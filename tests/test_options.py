@@ -1,6 +1,6 @@
 """Every option of a recipe has won a measurement, or there is a reason that keeps it, or it is marked EXPERIMENTAL.
 
-An option that has none of these does not enter, and one whose row is gone from tools/RESULTS.md must find another or
+An option that has none of these does not enter, and one whose row is gone from tools/results must find another or
 go.
 """
 
@@ -18,11 +18,11 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import all_keys
 from titan_moe.plan.check_report import describe
 
-RESULTS = Path(__file__).parents[1] / "tools" / "RESULTS.md"
+RESULTS = Path(__file__).parents[1] / "tools" / "results"
 
 
 class Won(NamedTuple):
-    """Words of tools/RESULTS.md that end with a figure of the option, and those that end with the figure it beat."""
+    """Words of tools/results that end with a figure of the option, and those that end with the figure it beat."""
 
     figure: str
     beaten: str
@@ -219,8 +219,8 @@ def test_every_option_has_won_or_has_a_reason_or_is_experimental() -> None:
 
 @pytest.mark.parametrize("option", WON)
 def test_the_measurement_is_there_and_is_won(option: str) -> None:
-    text, won = " ".join(RESULTS.read_text().split()), WON[option]
-    assert won.figure in text and won.beaten in text, f"no row of tools/RESULTS.md keeps {option} any more"
+    text, won = " ".join("\n".join(file.read_text() for file in RESULTS.glob("*.md")).split()), WON[option]
+    assert won.figure in text and won.beaten in text, f"no row of tools/results keeps {option} any more"
     assert won.is_won
 
 

@@ -1,7 +1,7 @@
 """Time whole optimizer steps of recipes on this host's GPUs, each beside its variants and torchtitan's own Trainer.
 
     python tools/bench_train.py recipes/qwen3_30b_a3b.toml recipes/deepseek_v2_lite.toml --nproc 8 --peer \\
-        --vary "--compile.cudagraph=step --parallel.dispatcher=allgather" --append tools/RESULTS.md
+        --vary "--compile.cudagraph=step --parallel.dispatcher=allgather" --append tools/results/steps.md
 
 Every recipe runs as given, then once for each `--vary` (or line of `--variants`) with those overrides too, then, with
 `--peer`, as torchtitan's model with the same number of tokens; all that with natural and with forced balanced routing,

@@ -1,4 +1,4 @@
-"""The results of bench_train.py as rows of a Markdown table for tools/RESULTS.md."""
+"""The results of bench_train.py as rows of a Markdown table for tools/results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

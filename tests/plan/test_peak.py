@@ -1,4 +1,4 @@
-"""Estimated peaks of memory are near those that were measured (tools/RESULTS.md)."""
+"""Estimated peaks of memory are near those that were measured (tools/results)."""
 
 import math
 from dataclasses import replace
@@ -76,7 +76,7 @@ MEASURED = {
     "section 15, dualpipev": ("qwen3_30b_a3b", (*SPLIT, "--parallel.pp_schedule=dualpipev"), 1.0, 88.7),
     "section 15, 1f1b, 8,192 tokens": ("qwen3_30b_a3b", (*PIPELINE, "--train.micro_batch_sequences=2"), 1.0, 78.9),
 }
-"""Peaks of launched steps in tools/RESULTS.md since rows lie in an arena, as shipped but for the overrides. Schedules
+"""Peaks of launched steps in tools/results since rows lie in an arena, as shipped but for the overrides. Schedules
 with split backwards had `accumulate_unsharded` (tools/pipelines.txt)."""
 LONG4 = ("--model.num_layers=12", "--train.micro_batch_sequences=1", "--train.seq_len_tokens=32768")
 MIXTRAL4 = ("--model.num_layers=16", "--train.global_batch_sequences=16")
@@ -244,7 +244,7 @@ def test_what_attention_kept_is_freed_before_weight_gradients_in_an_arena() -> N
 
 
 def test_a_pool_is_what_a_snapshot_of_it_has() -> None:
-    """The allocator's, after the capture of a step of DeepSeek-V3's shape (tools/RESULTS.md, section 15): one segment a
+    """The allocator's, after the capture of a step of DeepSeek-V3's shape (tools/results/parallel.md): one segment a
     stream, in GiB."""
     main, gathering, reducing = 63.74, 5.41, 3.79
     recipe = load_recipe(RECIPES / "deepseek_v3.toml", ["--parallel.ep=4", *V3_OF_8, "--compile.cudagraph=step"])

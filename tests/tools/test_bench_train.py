@@ -133,7 +133,7 @@ def test_train_benchmark_runs_recipes_variants_and_peers(bench: Any, tmp_path: P
 
 def test_train_benchmark_appends_rows_to_a_file(bench: Any, tools: Any, tmp_path: Path) -> None:
     module, _ = bench
-    file = tmp_path / "RESULTS.md"
+    file = tmp_path / "steps.md"
     file.write_text("# Results\n\nOlder ones.\n")
     options = ["--nproc=8", "--append", str(file), "--vary", "--train.forced_load=none"]
     for _ in range(2):

@@ -3,7 +3,7 @@
 A reduction that loops over its rows twice may store an intermediate result in the first loop and load it in the second.
 Triton may give the load another layout than the store (triton issue 10924). Then a thread loads what a thread of
 another warp has stored, and Inductor below torch 2.14 does not wait for it (pytorch pull request 190519): results are
-silently wrong. tools/RESULTS.md, section 9, has such a kernel, the backward of a norm behind a dispatch.
+silently wrong. tools/results/tests.md, has such a kernel, the backward of a norm behind a dispatch.
 """
 
 import torch

@@ -18,7 +18,7 @@ more than a clone costs. A rank that owns fewer than four experts has one: each 
 layer."""
 COST_SLOTS = 700
 """Expert slots that a rank computes in the time in which an expert is fetched and its gradient returned. It was
-measured with the experts of Mixtral (bf16, NVLink; tools/RESULTS.md, section 7); bytes and operations of an expert grow
+measured with the experts of Mixtral (bf16, NVLink; tools/results/clones.md); bytes and operations of an expert grow
 alike."""
 MIN_SLOTS = 5_000
 """Slots of a rank from which clones may pay, an estimate: of fewer, a clone costs more than a seventh."""
@@ -26,7 +26,7 @@ MIN_TFLOP = 1.4
 """Operations of a rank's experts for a microbatch in a layer from which clones may pay, an estimate: barriers and
 launches take 0.5 to 0.9 ms of an exchange, with clones or without."""
 PAYS_FROM = 1.1
-"""Load of the busiest rank over the mean from which clones save more than they take (tools/RESULTS.md, section 7)."""
+"""Load of the busiest rank over the mean from which clones save more than they take (tools/results/clones.md)."""
 
 
 def num_clones(recipe: Recipe) -> int:

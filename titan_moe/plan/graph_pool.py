@@ -15,8 +15,7 @@ from titan_moe.plan.memory import experts_per_rank
 from titan_moe.plan.pipeline.parts import Part
 
 FRAGMENTATION = 0.02
-"""Of the bytes of the computing stream's tensors at their peak, what is free between them (tools/RESULTS.md, section
-15)."""
+"""Of the bytes of the computing stream at their peak, what is free between its tensors (tools/results/parallel.md)."""
 
 
 class Group(NamedTuple):

@@ -7,7 +7,7 @@ the operations of fused_mlp.py in another order, bit for bit. Where a schedule s
 after it (kernels/delayed_weight_grads.py).
 
 Physics: a thread block of Triton's weight gradients leaves room on its multiprocessor for one that sends rows, and ends
-soon (tools/RESULTS.md). PyTorch's kernels, used for wide experts, have one thread block a multiprocessor until the GEMM
+soon (tools/results). PyTorch's kernels, used for wide experts, have one thread block a multiprocessor until the GEMM
 ends, and may hide nothing.
 """
 

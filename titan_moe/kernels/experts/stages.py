@@ -30,7 +30,7 @@ from titan_moe.kernels.experts.weights import ExpertWeights
 
 GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM = 2048
 """Hidden width from which rows are gathered before the weight gradients: the gather costs 4·R·D bytes, and weight
-gradients of contiguous rows are faster (tools/RESULTS.md)."""
+gradients of contiguous rows are faster (tools/results)."""
 
 SlotGemm = Callable[..., Tensor]
 """x_RI, weight_eIO (contiguous, or the transpose of what is), offs=offsets_e -> [R, O]."""

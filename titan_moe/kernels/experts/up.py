@@ -22,7 +22,7 @@ TILE_ROWS = 128
 
 MEASURED = GemmTiles(outputs=128)
 GET_BLOCKS = CopyBlocks(36, 16_384)
-"""Measured on 2 H200s, as those of the other GEMMs (tools/RESULTS.md)."""
+"""Measured on 2 H200s, as those of the other GEMMs (tools/results)."""
 
 
 @triton.jit

@@ -33,7 +33,7 @@ class WeightGradTiles(NamedTuple):
 
 
 UP_CUT, DOWN_CUT = WeightGradTiles(group=2), WeightGradTiles(group=16)
-"""For gate and up, and for down; measured (tools/RESULTS.md)."""
+"""For gate and up, and for down; measured (tools/results)."""
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Physics: memory-bound. An fp32 parameter moves 4 + 4 + 4 + 4·1 = 16 bytes, 20 with bf16 moments, 28 with fp32 ones;
 scales add 0.06. A block of 256 elements needs the largest magnitude of its new moments before it stores any, so a
-program keeps four blocks in registers at a time. On an H200 it takes as long as with bf16 moments (tools/RESULTS.md):
+program keeps four blocks in registers at a time. On an H200 it takes as long as with bf16 moments (tools/results):
 what it saves is memory. Aim: memory bandwidth.
 
 One op takes all shards, and everything that changes from step to step is on the device, as in adamw.py.

@@ -39,7 +39,7 @@ from titan_moe.kernels.experts.weights import Tensors
 
 CUT = GemmTiles(outputs=256, inner=128, num_stages=4)
 """The matrix units' sums of fp8 have about 14 bits; adding them in fp32 every 128 products (arXiv:2412.19437, section
-3.3.2) costs much of the rate (tools/RESULTS.md), and errors are those of the codes, 2 ** -4."""
+3.3.2) costs much of the rate (tools/results), and errors are those of the codes, 2 ** -4."""
 BLOCK_CUT = GemmTiles(outputs=2 * BLOCK, inner=BLOCK, num_stages=4)
 """With scales of blocks they are added every 128 products in any case. Registers hold the sums of both blocks of
 outputs, and the products of one."""
