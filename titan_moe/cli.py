@@ -1,4 +1,4 @@
-"""The command line: `titan-moe train`, `trace`, `check`. Refuses invalid recipes before it imports torch."""
+"""The command line: `titan-moe train`, `trace`, `check`, `recipe`. Refuses invalid recipes before it imports torch."""
 
 import argparse
 import atexit
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
-from titan_moe.config.explain import explain
+from titan_moe.config.explain import explain, list_fields, recipe_with_explanations
 from titan_moe.config.nearest import nearest_key
 from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE, assumes_nodes, planning, ranks_of_a_node, smallest_world
 from titan_moe.config.parse import blame, split_overrides
@@ -84,6 +84,10 @@ def _command(argv: Sequence[str]) -> int:
             )
         os.environ["LOCAL_WORLD_SIZE"] = str(args.nproc_per_node)  # as torchrun does
     try:
+        if args.verb == "recipe":
+            with _closed_pipe_ignored():
+                print(recipe_with_explanations())
+            return 0
         if args.verb == "check":
             with planning(), _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
@@ -100,7 +104,7 @@ def _command(argv: Sequence[str]) -> int:
 
 def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str | None, key: str | None) -> None:
     if key is not None:
-        print(explain(key))
+        print(explain(key) if key else list_fields())
     if path is None:
         return
     recipe = _load(path, overrides, nproc)
@@ -230,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     purpose = "profile a few steps of a recipe and write an HTML report"
     _add_verb(verbs, "trace", purpose, "the recipe; the report is written into RUN/trace", launched)
     purpose = "check a recipe and show its shape and cost, without importing torch"
-    options = "[--nproc-per-node N] [--gpu NAME] [--explain KEY] "
+    options = "[--nproc-per-node N] [--gpu NAME] [--explain [KEY]] "
     check = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
     of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
     check.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
@@ -239,7 +243,10 @@ def _parser() -> argparse.ArgumentParser:
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
     )
     check.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. No other figure depends on it")
-    check.add_argument("--explain", metavar="KEY", help="explain a field or a section of recipes")
+    explained = "explain a field or a section of recipes; without KEY list all fields"
+    check.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
+    purpose = "print all fields of recipes at their defaults, with explanations, as one TOML"
+    verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
     return parser
 
 

@@ -1,9 +1,11 @@
 """`check --explain`: every key of a recipe has an explanation."""
 
+from pathlib import Path
+
 import pytest
 
-from titan_moe.config import Recipe, RecipeError
-from titan_moe.config.explain import explain, split_values
+from titan_moe.config import Recipe, RecipeError, load_recipe
+from titan_moe.config.explain import explain, list_fields, recipe_with_explanations, split_values
 from titan_moe.config.schema import all_keys, docstring_of
 
 
@@ -75,3 +77,19 @@ def test_explain_says_that_a_resume_needs_the_same_tokens(field: str) -> None:
     assert explain(f"data.{field}").splitlines()[-1].strip() == (
         "A resume may change it if the tokens stay the same: the data's fingerprint is compared."
     )
+
+
+def test_all_fields_are_listed_by_section() -> None:
+    lines = list_fields().splitlines()
+    assert len([line for line in lines if line.startswith("  ")]) == sum(
+        not key.is_section for key in all_keys(Recipe).values()
+    )
+    (top_k,) = (line for line in lines if line.startswith("  top_k = 2"))
+    assert top_k.endswith("Number of experts per token (K).") and "[model.moe]" in list_fields()
+
+
+def test_recipe_with_explanations_is_the_default_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text(recipe_with_explanations())
+    assert load_recipe(file) == Recipe()
+    assert "# Number of experts per token (K).\ntop_k = 2\n" in file.read_text()

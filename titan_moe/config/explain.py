@@ -1,8 +1,9 @@
-"""Explain a key of recipes: `titan-moe check --explain model.moe.top_k`."""
+"""Explain the keys of recipes: `titan-moe check --explain [KEY]` and `titan-moe recipe`."""
 
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator
 
 from titan_moe.config.field_docs import purpose_of
 from titan_moe.config.nearest import unknown_key
@@ -12,6 +13,8 @@ from titan_moe.config.resume import change_of
 from titan_moe.config.schema import Key, all_keys, docstring_of, in_toml, keys_of, type_in_words
 
 LINE_WIDTH = 100
+SHORT_WIDTH = 44
+"""Of a field and its default in a list of all."""
 VALUE = re.compile(r"^`([^`]+)`: ", re.MULTILINE)
 """The start of a value's explanation in a docstring: a line "`value`: ..."."""
 BASE = "base"
@@ -43,6 +46,42 @@ def explain(dotted_key: str) -> str:
         if inner.choices and not _explained_values(inner):
             lines.append(_wrap(f"Values: {', '.join(map(in_toml, inner.choices))}."))
     return "\n".join(lines)
+
+
+def list_fields() -> str:
+    """Every field by section, with its default and the first sentence of its purpose."""
+    lines = []
+    for section, fields in _sections():
+        lines += ["", f"[{section.dotted}]  {_first_sentence(purpose_of(section.type))}"]
+        for key in fields:
+            short = _first_sentence(split_values(docstring_of(key))[0])
+            lines.append(f"  {key.name} = {in_toml(key.default)}".ljust(SHORT_WIDTH) + f"  {short}")
+    return "\n".join(lines[1:])
+
+
+def recipe_with_explanations() -> str:
+    """A recipe of all fields at their defaults, as TOML, with their explanations as comments."""
+    lines = ["# All fields of a recipe at their defaults. A recipe needs only what differs."]
+    for section, fields in _sections():
+        lines += ["", _as_comment(purpose_of(section.type)), f"[{section.dotted}]"]
+        for key in fields:
+            lines += [_as_comment(textwrap.dedent(_purpose(key))), f"{key.name} = {in_toml(key.default)}"]
+    return "\n".join(lines)
+
+
+def _sections() -> Iterator[tuple[Key, list[Key]]]:
+    """Each section with the fields that are directly in it."""
+    for key in all_keys(Recipe).values():
+        if key.is_section:
+            yield key, [inner for inner in keys_of(key.type, f"{key.dotted}.") if not inner.is_section]
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.:])\s", " ".join(text.split()), maxsplit=1)[0]
+
+
+def _as_comment(text: str) -> str:
+    return textwrap.indent(text, "# ", lambda _: True).replace("# \n", "#\n")
 
 
 def _purpose(key: Key) -> str:
