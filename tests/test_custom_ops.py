@@ -165,7 +165,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
         (in_an_arena, SymmMemCloneWeights(shared)),
     ]
     for (kind, gather_weights), num_replicas, is_trained in product(kinds, (0, 1), (True, False)):
-        layer = MoE(MODEL, PRESETS["fused"]).to(device, dtype)
+        layer = MoE(MODEL, kernels=PRESETS["fused"]).to(device, dtype)
         layer.dispatcher = kind(NUM_EXPERTS + num_replicas, permute=PERMUTE["triton"])
         if num_replicas:
             over = shared if isinstance(gather_weights, SymmMemCloneWeights) else None
@@ -173,7 +173,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
             layer.experts.gather_weights = gather_weights
         run_layer(layer, is_trained)
     for kind in (partial(SymmMemFusedDispatcher, memory=shared), in_an_arena):
-        layer, queue = MoE(MODEL, PRESETS["fused"]).to(device, dtype), WeightGradQueue()
+        layer, queue = MoE(MODEL, kernels=PRESETS["fused"]).to(device, dtype), WeightGradQueue()
         layer.dispatcher = kind(NUM_EXPERTS, permute=PERMUTE["triton"])
         layer.experts.mlp = QueuedMLP(layer.experts.mlp, queue)
         with queue.delaying() as pending:
@@ -184,7 +184,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
         (fp8_blockwise_expert_mlp, quantize_experts_in_blocks, 128),
     ):
         of_width = replace(MODEL, hidden_size=width, moe=replace(MODEL.moe, ffn_hidden_size=width))
-        layer = MoE(of_width, PRESETS["fused"]).to(device, dtype)
+        layer = MoE(of_width, kernels=PRESETS["fused"]).to(device, dtype)
         layer.experts.mlp = mlp
         run_layer(layer, is_trained=True, width=width)  # weights are quantised for each use
         layer.experts.codes = CodesCache(layer.experts, quantize, dtype, keeps=True)

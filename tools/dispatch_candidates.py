@@ -161,7 +161,7 @@ def build_layer(name: str, case: Case, device: torch.device, dtype: torch.dtype)
     """Our MoE layer with this rank's experts, compiled as in a run."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     with torch.device("meta"):
-        layer = MoE(case.config, PRESETS[case.kernels]).to(dtype)
+        layer = MoE(case.config, kernels=PRESETS[case.kernels]).to(dtype)
     for parameter in layer.experts.parameters():
         parameter.data = parameter.data.chunk(num_ranks)[rank]
     layer.to_empty(device=device)

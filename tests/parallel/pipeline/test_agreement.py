@@ -35,7 +35,7 @@ def say(parallel_of: dict[int, ParallelConfig], changes_of: dict[int, dict[str, 
         pytest.param(
             {
                 1: replace(pipelines.SCHEDULES["zbv"], pp=2),
-                3: replace(pipelines.SCHEDULES["dualpipev"], pp=2),
+                3: replace(pipelines.SCHEDULES["1f1b"], pp=2),
             },
             {},
             "ranks 1, 3 is",
