@@ -109,7 +109,7 @@ def time_phases(
                         "median_step_ms": median_ms,
                         "slowest_step_ms": max(step_ms),
                         "replica_slots_in_use": runner.step.replicas.number_in_use,
-                        "imbalance": result.imbalance.item(),
+                        "imbalance": float(result.metrics.get("imbalance", 1.0)),
                         "needed_factor": runner.needed_factor,
                         "num_reruns": runner.num_reruns - reruns_before,
                         "loss": result.loss.item(),

@@ -78,8 +78,8 @@ class LayersStep:
             tensor.grad = None
         loads = torch.stack([self.capacity.invalidates_step.float(), self.capacity.needed_factor()])
         dist.all_reduce(loads, dist.ReduceOp.MAX)
-        one = torch.ones_like(loads[1])
-        return SimpleNamespace(has_overflowed=loads[0] > 0, needed_factor=loads[1], grad_norm=one, imbalance=one)
+        metrics = {"has_overflowed": loads[0], "needed_factor": loads[1], "grad_norm": torch.ones_like(loads[1])}
+        return SimpleNamespace(metrics=metrics)
 
 
 def main() -> None:
@@ -154,10 +154,10 @@ def build_runner(candidate: str, case: Case, num_layers: int, device: torch.devi
             drawn = torch.randn(parameter.shape, device=device, generator=generator)
             parameter.data = (drawn / parameter.shape[-1] ** 0.5).to(dtype)
     memory = PeakMemory(capacity)
-    control = None if candidate == EXACT else CapacityControl(partial(largest_factor, memory))
+    controllers = [] if candidate == EXACT else [CapacityControl(partial(largest_factor, memory))]
     schedule: Any = SimpleNamespace(step=lambda: None)
     step: Any = LayersStep(dispatcher, layers)
-    return StepRunner(step, schedule, control=control, memory=memory)
+    return StepRunner(step, schedule, controllers=controllers, memory=memory)
 
 
 def layer_loads(case: Case, num_layers: int, num_ranks: int) -> LayerLoads:

@@ -43,8 +43,8 @@ from titan_moe.metrics.experts import expert_loads, rank_loads, read_scalars
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.training.build import Assembly, assemble
 from titan_moe.training.process import process_group
+from titan_moe.training.progress import Progress
 from titan_moe.training.resolve_kernels import resolve_auto
-from titan_moe.training.trainer import Progress
 
 
 def main() -> None:
@@ -164,7 +164,7 @@ def time_steps(
         "num_warmup_reruns": num_warmup_reruns,
         "num_recordings": assembly.step.num_recordings - num_warmup_recordings,
         "num_warmup_recordings": num_warmup_recordings,
-        "num_skipped": int(result.num_skipped),
+        "num_skipped": int(result.metrics["skipped_steps"]),
         "expert_load": _summary([expert for expert, _ in loads[warmup:]]),
         "rank_load": _summary([rank for _, rank in loads[warmup:]]),
     }

@@ -330,8 +330,8 @@ class Step:
         self.results = arena_tests.run_layers(self.dispatcher, self.module, drawn)
         loads = torch.stack([self.capacity.invalidates_step.float(), self.capacity.needed_factor()]).cpu()
         dist.all_reduce(loads, dist.ReduceOp.MAX)
-        one = torch.ones_like(loads[1])
-        return SimpleNamespace(has_overflowed=loads[0] > 0, needed_factor=loads[1], grad_norm=one, imbalance=one)
+        metrics = {"has_overflowed": loads[0], "needed_factor": loads[1], "grad_norm": torch.ones_like(loads[1])}
+        return SimpleNamespace(metrics=metrics)
 
 
 class Followed(NamedTuple):
@@ -356,8 +356,9 @@ def follow(folder: str | None, case: Case, load: str, steps: range, first_factor
         for capacity in (capacity_with_arena(case, 0.0, device), None)
     )
     step = Step(arena_dispatcher, module, case, load)
-    runner = StepRunner(step, SimpleNamespace(step=lambda: None), control=CapacityControl())
-    runner.resume(first_factor)
+    control = CapacityControl()
+    control.load_state_dict({"factor": first_factor})
+    runner = StepRunner(step, SimpleNamespace(step=lambda: None), controllers=[control])
     followed = []
     for index in steps:
         runner(SimpleNamespace(tokens_MBN=torch.empty(0, device=device), index=index))
@@ -382,7 +383,7 @@ def check_followed(
         sums = sums_of_ranks(case, load, num_ranks, index)
         has_overflowed = control.factor > 0 and any(overflows(case, num_ranks, s, control.factor) for s in sums)
         num_reruns += has_overflowed
-        factor = control.follow(need, has_overflowed)
+        factor = control.follow({"needed_factor": need, "has_overflowed": has_overflowed}).capacity_factor
         for followed in (Followed(*answer[number]) for answer in answers):
             assert followed.is_equal and followed.need == pytest.approx(need, rel=1e-6), (load, index)
             assert (followed.num_reruns, followed.factor) == (num_reruns, factor), (load, index)

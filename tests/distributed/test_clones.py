@@ -238,7 +238,8 @@ def costs_in(run: Recipe) -> tuple[int, list[int], float]:
     _, _, parts, _, _, runner = assemble(run, torch.device("cpu"))
     dispatchers = [module.dispatcher for part in parts for module in part.modules() if isinstance(module, MoE)]
     costs = [dispatcher.cloning.cost for dispatcher in dispatchers]
-    return runner.step.replicas.cost, costs, runner.clone_control.pays_from
+    (control,) = (each for each in runner.controllers if isinstance(each, clone_control.CloneControl))
+    return runner.step.replicas.cost, costs, control.pays_from
 
 
 def test_auto_counts_what_a_clone_costs(ranks: Any) -> None:

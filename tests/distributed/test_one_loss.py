@@ -173,7 +173,7 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
             parallel=run.parallel,
             num_sequences=run.train.global_batch_sequences,
         )
-        is_observed = index == 0 and step_runner.control is None
+        is_observed = index == 0 and step_runner.bound is None
         if index == 0 and not is_observed:  # the first step has no bound, and so other graphs
             trace.grads = first_gradients(step, parts, batch)
         with spoiling_messages(), observing_gradients(step, parts, trace.grads) if is_observed else nullcontext():

@@ -4,6 +4,7 @@ Ranks are processes that map each other's files, and Triton's interpreter runs t
 opened differs from a run on GPUs.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from titan_moe.parallel import symm_memory
 from titan_moe.training import capacity_control
 from titan_moe.training.build import assemble
 from titan_moe.training.capacity_control import CapacityControl
+from titan_moe.training.controller import Changes
 from titan_moe.training.step import TrainStep
 from titan_moe.training.step_runner import StepRunner
 
@@ -86,7 +88,7 @@ def miss_a_step(candidate: Recipe) -> tuple[str, bool, list[bool]]:
             said = str(error)
     after = all_tensors(run)
     changed = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
-    return said, not results[0].has_overflowed, changed
+    return said, not results[0].metrics["has_overflowed"], changed
 
 
 def all_tensors(run: Any) -> list[torch.Tensor]:
@@ -103,9 +105,10 @@ def follow_load(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int,
     number of arenas."""
     factors, follow = [], CapacityControl.follow
 
-    def noted(control: CapacityControl, *args: Any) -> float:
-        factors.append(follow(control, *args))
-        return factors[-1]
+    def noted(control: CapacityControl, metrics: Mapping[str, float]) -> Changes:
+        changes = follow(control, metrics)
+        factors.append(changes.capacity_factor)
+        return changes
 
     with (
         mock.patch.object(capacity_control, "CALIBRATION_STEPS", 1),

@@ -101,9 +101,8 @@ def test_the_optimizer_and_the_meter_do_not_wait_for_the_device(tmp_path):
     def log(step):
         loss = run.train(1)[0]
         counts = {"layers.0.moe": torch.ones(4, device=device)}
-        scalars = {"loss": loss, "aux_loss": loss, "grad_norm": loss, "lr": run.schedules.lr}
-        scalars |= {"num_skipped": 0, "num_reruns": 0}
-        return meter.log(step, **scalars, num_tokens=64, tokens_per_expert=counts)
+        metrics = {"loss": loss, "aux_loss": loss, "grad_norm": loss}
+        return meter.log(step, metrics=metrics, tokens_per_expert=counts, num_tokens=64, lr=run.schedules.lr)
 
     record = log(1)
     assert record["memory_gib"] > 0 and record["expert_load"] == {"layers.0.moe": 1.0}

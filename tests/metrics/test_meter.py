@@ -39,10 +39,11 @@ def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False
     return Meter(recipe, folder, **options, peak_memory_gib=lambda: 1.5)
 
 
-def log(meter, step, counts=COUNTS):
-    scalars = {"loss": torch.tensor(2.0 + step), "aux_loss": 0.0, "grad_norm": torch.tensor(0.5), "lr": 1e-3}
-    guard = {"num_skipped": torch.tensor(2), "num_reruns": 1, "num_recordings": 3}
-    return meter.log(step, **scalars, num_tokens=64, tokens_per_expert=counts, **guard)
+def log(meter, step, counts=COUNTS, **of_device):
+    metrics = {"loss": torch.tensor(2.0 + step), "aux_loss": torch.tensor(0.0), "grad_norm": torch.tensor(0.5)}
+    metrics |= {"skipped_steps": torch.tensor(2), "skipped_in_row": torch.tensor(1), **of_device}
+    known = {"lr": 1e-3, "rerun_steps": 1, "rerun_share": 0.1, "graph_recordings": 3, "expert_clones": 2}
+    return meter.log(step, metrics=metrics, tokens_per_expert=counts, num_tokens=64, **known)
 
 
 def records(folder):
@@ -60,7 +61,7 @@ def test_meter_records(tmp_path, capsys):
     assert last.keys() == FIELDS and last["memory_gib"] == 1.5
     assert (last["loss"], last["grad_norm"], last["lr"], last["tokens_seen"]) == (12.0, 0.5, 1e-3, 640)
     assert (last["skipped_steps"], last["rerun_steps"]) == (2, 1)
-    assert last["rerun_share"] == 0.1
+    assert type(last["skipped_steps"]) is int and last["rerun_share"] == 0.1
     assert last["expert_load"] == {"layers.1.moe": 1.5, "layers.2.moe": 1.0}
     assert last["idle_experts"] == {"sum": 0, "max": 0}
     assert last["tokens_per_second_per_gpu"] == pytest.approx(64 / last["step_ms"] * 1e3 / 2)
@@ -72,13 +73,12 @@ def test_meter_reads_nothing_between_logged_steps(tmp_path):
     meter = build(tmp_path)
     meter.start(0, 0)
     log(meter, 1)
-    unreadable = {"loss": torch.empty((), device="meta"), "aux_loss": 0.0, "grad_norm": torch.empty((), device="meta")}
-    unreadable |= {"num_skipped": torch.empty((), device="meta"), "num_reruns": 0}
+    unreadable = {name: torch.empty((), device="meta") for name in ("loss", "grad_norm", "skipped_steps")}
     counts = {"layers.1.moe": torch.empty(4, device="meta")}
     for step in (2, 3):
-        assert meter.log(step, **unreadable, lr=1e-3, num_tokens=64, tokens_per_expert=counts) is None
+        assert log(meter, step, counts, **unreadable) is None
     with pytest.raises((RuntimeError, NotImplementedError)):
-        meter.log(4, **unreadable, lr=1e-3, num_tokens=64, tokens_per_expert=counts)
+        log(meter, 4, counts, **unreadable)
 
 
 def test_meter_resume_continues_the_file(tmp_path):
@@ -125,11 +125,7 @@ def test_meter_records_the_replica_slots_in_use(tmp_path, clones):
     meter = build(tmp_path, ep=2)
     meter.recipe = replace(meter.recipe, parallel=ParallelConfig(ep=2, expert_clones=clones))
     meter.start(0, 0)
-    guard = {"num_skipped": 0, "num_reruns": 0, "num_replicas": 2}
-    record = meter.log(
-        1, loss=1.0, aux_loss=0.0, grad_norm=1.0, lr=1e-3, num_tokens=64, tokens_per_expert=COUNTS, **guard
-    )
-    assert record.get("expert_clones") == (2 if clones == "auto" else None)
+    assert log(meter, 1).get("expert_clones") == (2 if clones == "auto" else None)
 
 
 def test_meter_of_a_dense_model(tmp_path, caplog):

@@ -27,13 +27,17 @@ GPU = torch.device("cuda")
 MIB = 2**20
 
 
+def follow(control: CapacityControl, need: float, has_overflowed: bool) -> float:
+    return control.follow({"needed_factor": need, "has_overflowed": has_overflowed}).capacity_factor
+
+
 def run(control: CapacityControl, needs: list[float]) -> tuple[list[float], int]:
     """The factors after each step, and the number of overflows, where a bound below the need overflows."""
     factors, num_overflows = [], 0
     for need in needs:
         overflows = 0 < control.factor < need
         num_overflows += overflows
-        factors.append(control.follow(need, overflows))
+        factors.append(follow(control, need, overflows))
     return factors, num_overflows
 
 
@@ -80,6 +84,16 @@ def test_control_asks_once_for_memory_that_is_not_there() -> None:
     assert factors[-1] == 1.25 and num_overflows == 0 and len(asked) == 2
 
 
+def test_control_grows_ahead_again_once_the_factor_has_changed() -> None:
+    largest = 1.3
+    control = CapacityControl(lambda: largest)
+    factors, _ = run(control, [1.2] * CALIBRATION_STEPS + [1.22])
+    assert factors[-1] == 1.25, "memory holds no more"
+    largest = 4.0
+    factors, num_overflows = run(control, [1.6, 1.95])
+    assert factors == [round_up(1.6 * 1.21), round_up(1.95 * 1.21)] and num_overflows == 1
+
+
 def test_control_lifts_the_bound_while_the_load_changes_too_fast() -> None:
     control = CapacityControl()
     needs = [1.0] * CALIBRATION_STEPS + [1.5**n for n in range(1, MANY_OVERFLOWS + 1)]
@@ -111,13 +125,13 @@ def test_control_shrinks_only_after_a_long_quiet_time() -> None:
 
 def test_control_goes_on_with_the_factor_of_an_earlier_run() -> None:
     control = CapacityControl()
-    control.resume(1.75)
+    control.load_state_dict({"factor": 1.75})
     assert run(control, [1.2, 1.3])[0] == [1.75, 1.75], "after one step without a bound"
 
 
 def test_control_does_not_go_on_with_what_memory_no_longer_holds() -> None:
     control = CapacityControl(lambda: 1.5)
-    control.resume(1.75)
+    control.load_state_dict({"factor": 1.75})
     assert run(control, [1.2])[0] == [0.0]
 
 
@@ -127,7 +141,7 @@ def test_control_survives_needs_that_are_not_finite() -> None:
     assert set(factors) == {0.0}
     control = CapacityControl(lambda: 4.0)
     factors, _ = run(control, [1.0] * CALIBRATION_STEPS)
-    assert control.follow(math.inf, has_overflowed=False) == factors[-1] == 1.125
+    assert follow(control, math.inf, False) == factors[-1] == 1.125
 
 
 @pytest.fixture

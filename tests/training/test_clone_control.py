@@ -8,7 +8,8 @@ from titan_moe.training.clone_control import STEPS_BETWEEN_CHANGES, WINDOW_STEPS
 
 def run(control: CloneControl, *phases: tuple[int, float]) -> list[bool]:
     """Whether they are used after each step of some phases, each a number of steps of one imbalance."""
-    return [control.follow(imbalance) for num_steps, imbalance in phases for _ in range(num_steps)]
+    imbalances = (imbalance for num_steps, imbalance in phases for _ in range(num_steps))
+    return [control.follow({"imbalance": imbalance}).uses_clones for imbalance in imbalances]
 
 
 def test_control_waits_for_a_whole_window() -> None:
@@ -56,9 +57,7 @@ def test_control_goes_on_with_the_state_of_an_earlier_run() -> None:
     phases = (WINDOW_STEPS + 3, 1.5), (STEPS_BETWEEN_CHANGES + 7, 1.0), (STEPS_BETWEEN_CHANGES, 1.4)
     expected = run(whole, *phases)
     actual = run(first, phases[0])
-    second.load_state(CloneControl(1.5).state())
+    second.load_state_dict(CloneControl(1.5).state_dict())
     assert second.pays_from == PAYS_FROM, "the state of a run with other thresholds"
-    second.load_state("")
-    assert not second.are_used and second.mean == 1.0, "a run without the state starts without clones"
-    second.load_state(first.state())
+    second.load_state_dict(first.state_dict())
     assert actual + run(second, *phases[1:]) == expected and len(set(expected)) == 2

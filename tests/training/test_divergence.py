@@ -11,7 +11,6 @@ import torch
 from titan_moe.metrics.meter import Meter
 from titan_moe.training import trainer
 from titan_moe.training.build import assemble
-from titan_moe.training.step import TrainStep
 
 pytestmark = pytest.mark.slow
 
@@ -150,25 +149,6 @@ def test_a_diverged_run_ends_on_all_ranks(tiny) -> None:
     assert "Traceback" not in stderr
     first = skipped_steps(run)[0]
     assert run.saved_steps == [first - 2, first - 1, first, first + 1]
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        (["skip", "skip", "update", "skip"], [1, 2, 0, 1]),
-        (["skip", "overflow", "skip", "overflow", "update"], [1, 1, 2, 2, 0]),
-        (["skip", "spike", "skip"], [1, 0, 1]),
-    ],
-)
-def test_a_step_that_overflowed_does_not_count(steps: list[str], expected: list[int]) -> None:
-    step = TrainStep.__new__(TrainStep)
-    step.num_skipped, step.num_skipped_in_row, step.num_spikes = torch.zeros(3, dtype=torch.int64).unbind()
-    counts = []
-    for what in steps:
-        norm = torch.tensor(1.0 if what in ("update", "spike") else float("nan"))
-        step._count_skips(norm, torch.tensor(what == "spike"), torch.tensor(what == "overflow"))
-        counts.append(int(step.num_skipped_in_row))
-    assert counts == expected and int(step.num_skipped) == steps.count("skip")
 
 
 def test_a_loss_that_explodes_is_warned_of_once(tiny, caplog: pytest.LogCaptureFixture) -> None:

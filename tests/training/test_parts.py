@@ -11,10 +11,12 @@ from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.layers.init import init_weights
+from titan_moe.metrics.table import measured
 from titan_moe.models.part import part_of
 from titan_moe.optim.build import build_optimizer
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.training.build import assemble, build_on_meta
+from titan_moe.training.skips import Skips
 from titan_moe.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -46,8 +48,8 @@ def test_step_over_parts_equals_the_step_over_the_model(tmp_path: Path) -> None:
 
         balancer = ExpertBalancer(parts, whole.meshes.world_group)
         limits = ExpertCapacity(), ReplicaSlots(), recipe.optim.max_grad_norm
-        counts = torch.zeros(3, dtype=torch.int64).unbind()
-        step = TrainStep(chained, build_optimizer(parts, recipe.optim), balancer, *limits, whole.meshes, None, *counts)
+        optimizer = build_optimizer(parts, recipe.optim)
+        step = TrainStep(chained, optimizer, balancer, *limits, whole.meshes, [Skips(CPU)], measured(recipe))
         for number in range(4):
             tokens = torch.randint(64, (2, 2, 17), generator=torch.Generator().manual_seed(number))
             batch = Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)

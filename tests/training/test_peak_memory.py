@@ -52,8 +52,8 @@ class Step:
         self.allocator.hold(self.bytes_beside.pop(0))
         need = self.needs.pop(0)
         overflows = self.capacity.is_bounded and need > self.capacity.capacity_factor
-        loads = {"needed_factor": torch.tensor(need), "grad_norm": torch.ones(()), "imbalance": torch.ones(())}
-        return SimpleNamespace(has_overflowed=torch.tensor(overflows), **loads)
+        metrics = {"needed_factor": torch.tensor(need), "grad_norm": torch.ones(())}
+        return SimpleNamespace(metrics=metrics | {"has_overflowed": torch.tensor(overflows)})
 
     def plan(self, *calls: tuple[int, float]) -> None:
         self.bytes_beside, self.needs = [size for size, _ in calls], [need for _, need in calls]
@@ -78,7 +78,7 @@ def runner_of(step: Step, **options: Any) -> Any:
 
 
 def test_peak_of_steps_before_a_resized_arena_is_reported(step: Step) -> None:
-    run = runner_of(step, control=CapacityControl())
+    run = runner_of(step, controllers=[CapacityControl()])
     step.plan(*[(3 * GIB, 1.0)] * (CALIBRATION_STEPS - 1), (7 * GIB, 1.0))  # the last calibration step holds most
     small = step.capacity.arena.num_bytes
     for _ in range(CALIBRATION_STEPS):
@@ -100,7 +100,7 @@ def test_peak_of_steps_before_a_resized_arena_is_reported(step: Step) -> None:
 
 
 def test_an_arena_that_shrinks_is_no_part_of_the_peak_beside_it(step: Step) -> None:
-    run = runner_of(step, control=CapacityControl())
+    run = runner_of(step, controllers=[CapacityControl()])
     step.plan(*[(2**20, 1.0)] * CALIBRATION_STEPS)
     for _ in range(CALIBRATION_STEPS):
         run(BATCH)

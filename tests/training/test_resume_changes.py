@@ -4,13 +4,15 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from titan_moe.checkpoint import storage
 from titan_moe.config.resume import FREE, LOGGED, REFUSED, Change, change_of
-from titan_moe.training.trainer import Progress
+from titan_moe.training.capacity_control import CapacityControl
+from titan_moe.training.progress import Progress
+from titan_moe.training.spikes import WINDOW_STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -152,13 +154,41 @@ def test_checkpoint_has_the_resolved_recipe(base) -> None:
     assert manifest["recipe"]["run.device"] == "cpu"
 
 
-def test_checkpoint_of_an_earlier_version_lacks_the_newest_states(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tiny("--train.steps=4", "--checkpoint.every_steps=2")
-    newest = {name.removeprefix("train_state.") for name in storage.NEWER_STATES}
+WINDOW = {"recent": [[2.0] * WINDOW_STEPS, [1.0] * WINDOW_STEPS], "num_seen": 70}
+NOT_KNOWN = {"num_in_row": 0}, {"recent": [[0.0] * WINDOW_STEPS] * 2, "num_seen": 0}, {"factor": 1.75}, {"factor": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("flat", "expected"),
+    [
+        ({"capacity_factor": 1.75}, NOT_KNOWN),
+        ({"capacity_factor": 1.75, "num_skipped_in_row": 0, "spikes": "", "clones": ""}, NOT_KNOWN),
+        (
+            {"capacity_factor": 1.75, "num_skipped_in_row": 3, "spikes": json.dumps(WINDOW), "clones": ""},
+            ({"num_in_row": 3}, WINDOW, {"factor": 1.75}, {"factor": 0.0}),
+        ),
+    ],
+    ids=["two numbers", "nothing to go on with", "everything"],
+)
+def test_checkpoints_of_earlier_versions_mean_the_same(
+    tiny, monkeypatch: pytest.MonkeyPatch, flat: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    """They have flat keys, and the first versions fewer."""
+    words = "--train.spike_sigmas=6", "--parallel.dispatcher=allgather", "--parallel.expert_rank_capacity_factor=auto"
+    run = tiny("--train.steps=4", "--checkpoint.every_steps=2", "--optim.decay_steps=0", *words)
     with monkeypatch.context() as patch:
-        state = Progress.state_dict
-        patch.setattr(Progress, "state_dict", lambda self: {k: v for k, v in state(self).items() if k not in newest})
-        assert run.train("--train.steps=2", "--optim.decay_steps=0") == 0
+        patch.setattr(Progress, "state_dict", lambda self: {"step": self.step, "tokens_seen": self.tokens_seen, **flat})
+        assert run.train("--train.steps=2") == 0
     (run.folder / "checkpoints" / "step-2" / "manifest.json").unlink()
-    assert run.train("--optim.decay_steps=0") == 0
-    assert run.column("step") == [1, 2, 3, 4]
+    load, loaded, began = Progress.load_state_dict, [], []
+
+    def noted(self: Progress, state: dict[str, Any]) -> None:
+        load(self, state)
+        loaded.extend(each.state_dict() for each in self.adapting.values())
+        began.extend(each.steps_to_wait for each in self.adapting.values() if isinstance(each, CapacityControl))
+
+    monkeypatch.setattr(Progress, "load_state_dict", noted)
+    assert run.train() == 0
+    assert loaded == [{"factor": 0.0} if at == 2 else state for at, state in enumerate(expected)]
+    assert began == [1] and run.column("capacity")[2]["factor"] == expected[2]["factor"], "after one step"
+    assert run.column("step") == [1, 2, 3, 4] and run.column("tokens_seen")[-1] == 4 * 4 * 32

@@ -13,9 +13,7 @@ from titan_moe.training.spikes import WINDOW_STEPS, Spikes
 
 def take(found: Spikes, loss: float, norm: float = 1.0, *, is_taken: bool = True) -> bool:
     loss_0, norm_0 = torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
-    is_spike = bool(found.find(loss_0, norm_0))
-    found.record(loss_0, norm_0, torch.tensor(is_taken))
-    return is_spike
+    return bool(found.follow({"loss": loss_0, "grad_norm": norm_0, "has_overflowed": torch.tensor(not is_taken)}))
 
 
 def steady(num_steps: int, num_sigmas: float = 6.0) -> Spikes:
@@ -53,9 +51,9 @@ def test_a_level_that_lasts_is_accepted() -> None:
 @pytest.mark.parametrize(("loss", "is_taken"), [(math.nan, True), (math.inf, True), (1e9, False)])
 def test_what_is_not_finite_or_taken_again_leaves_the_window(loss: float, is_taken: bool) -> None:
     found = steady(WINDOW_STEPS)
-    before = found.state()
+    before = found.state_dict()
     take(found, loss, is_taken=is_taken)
-    assert found.state() == before
+    assert found.state_dict() == before
 
 
 @pytest.mark.slow

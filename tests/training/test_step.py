@@ -79,4 +79,4 @@ def test_balancing_losses_are_means_over_all_tokens_whatever_the_share_of_labels
     torch.testing.assert_close(grad - main_grad, expected, rtol=1e-9, atol=1e-12)
     assert result.aux_loss.item() == pytest.approx(loss.item(), rel=1e-6), "it is summed in fp32"
     assert result.loss == main_result.loss and bool(result.grad_norm.isfinite())
-    assert result.num_skipped == 0 and (result.loss == 0) == (main_grad == 0).all() == (share == 0)
+    assert result.metrics["skipped_steps"] == 0 and (result.loss == 0) == (main_grad == 0).all() == (share == 0)

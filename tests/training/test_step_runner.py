@@ -32,9 +32,10 @@ from titan_moe.models.transformer import Transformer
 from titan_moe.parameters import local
 from titan_moe.training import clone_control, spikes, step_runner
 from titan_moe.training.build import assemble
-from titan_moe.training.capacity_control import CALIBRATION_STEPS, CapacityControl
+from titan_moe.training.capacity_control import CALIBRATION_STEPS, CapacityControl, FixedCapacity, LargestNeed
 from titan_moe.training.clone_control import CloneControl
-from titan_moe.training.trainer import Progress
+from titan_moe.training.progress import Progress
+from titan_moe.training.step import StepResult
 
 pytestmark = pytest.mark.slow
 
@@ -101,9 +102,10 @@ def train(
         return loss
 
     step = run.step.step if poisoned_step < 0 else replace(run.step.step, forward_backward=run_batch)
-    control, memory = run.step.control, run.step.memory
-    assert control is None or control.largest.args == (memory,), "what the runner notes is what the control reads"
-    take = step_runner.StepRunner(step, run.schedule, is_captured, Repeater, control, memory=memory)
+    controllers, memory = run.step.controllers, run.step.memory
+    for control in (each for each in controllers if isinstance(each, CapacityControl)):
+        assert control.largest.args == (memory,), "what the runner notes is what the control reads"
+    take = step_runner.StepRunner(step, run.schedule, is_captured, Repeater, controllers, memory=memory)
     losses, norms, reruns, factors, in_row = [], [], [], [], []
     for index in range(STEPS):
         is_poisoned = index == poisoned_step
@@ -112,7 +114,7 @@ def train(
         norms.append(result.grad_norm.item())
         reruns.append(take.num_reruns)
         factors.append(take.capacity_factor)
-        in_row.append(int(step.num_skipped_in_row))
+        in_row.append(int(result.metrics["skipped_in_row"]))
     moments = [whole(state["exp_avg"]) for optimizer in run.optimizers for state in optimizer.state.values()]
     return {
         "losses": losses,
@@ -120,15 +122,19 @@ def train(
         "reruns": reruns,
         "factors": factors,
         "recordings": take.num_recordings,
-        "need": take.largest_need,
-        "skipped": int(result.num_skipped),
+        "need": max((each.factor for each in controllers if isinstance(each, LargestNeed)), default=0.0),
+        "skipped": int(result.metrics["skipped_steps"]),
         "skipped_in_row": in_row,
-        "spikes": int(result.num_spikes),
+        "spikes": int(result.metrics.get("spikes", 0)),
         "weights": {name: whole(p).detach() for part in run.parts for name, p in part.named_parameters()},
         "biases": [router.expert_bias_E for router in run.step.step.balancer.routers.values()],
         "moments": moments,
         "lr": run.schedule.lr,
     }
+
+
+def result_of(**metrics: float) -> StepResult:
+    return StepResult({name: torch.tensor(value) for name, value in metrics.items()}, {})
 
 
 class DroppingBlock(Block):
@@ -259,7 +265,7 @@ def factors_with_nan(recipe: Recipe, void_step: int) -> tuple[list[float], int]:
     for _ in range(STEPS):
         result = take(batch_of(0))
         factors.append(take.capacity_factor)
-    return factors, int(result.num_skipped)
+    return factors, int(result.metrics["skipped_steps"])
 
 
 def test_a_step_without_finite_activations_is_no_load_to_prepare_for(ranks: Any) -> None:
@@ -291,25 +297,23 @@ def test_step_runner_does_not_take_an_overflow_for_a_spike(ranks: Any, exact: An
 
 def test_step_runner_goes_on_with_the_factor_of_an_earlier_run() -> None:
     step: Any = SimpleNamespace(capacity=capacity.ExpertCapacity())
-    take = step_runner.StepRunner(step, SimpleNamespace(), control=CapacityControl())  # type: ignore[arg-type]
+    before, control = CapacityControl(), CapacityControl()
+    before.factor = 1.625
+    take = step_runner.StepRunner(step, SimpleNamespace(), controllers=[control])  # type: ignore[arg-type]
     assert take.capacity_factor == 0.0, "calibrates"
-    before = Progress()
-    before.capacity_factor = 1.625
-    after = Progress()
-    after.load_state_dict(before.state_dict())
-    take.resume(after.capacity_factor)
+    Progress([control]).load_state_dict(Progress([before]).state_dict())
+    take.resume(7)
     assert take.capacity_factor == 0.0, "one step shows the memory that is left"
-    assert take.control is not None and take.control.follow(1.2, False) == 1.625
+    assert control.follow({"needed_factor": 1.2, "has_overflowed": 0.0}).capacity_factor == 1.625
 
 
 def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture) -> None:
     class Void(SimpleNamespace):
         def __call__(self, batch: Batch) -> Any:
-            values = {"has_overflowed": True, "grad_norm": 1.0, "needed_factor": 1.5, "imbalance": 1.0}
-            return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
+            return result_of(has_overflowed=1.0, grad_norm=1.0, needed_factor=1.5)
 
     step: Any = Void(capacity=capacity.ExpertCapacity(1.25))
-    take = step_runner.StepRunner(step, Void(step=lambda: None))  # type: ignore[arg-type]
+    take = step_runner.StepRunner(step, Void(step=lambda: None), controllers=[FixedCapacity(1.25)])  # type: ignore[arg-type]
     batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
     with caplog.at_level("WARNING", logger="titan_moe"):
         for _ in range(30):
@@ -326,8 +330,7 @@ def test_step_runner_raises_for_a_rank_that_misses_a_step_taken_again() -> None:
         def __call__(self, batch: Batch) -> Any:
             if limits.is_unbounded:
                 limits.check = mock.Mock(side_effect=RuntimeError("rank 1 did not come"))
-            values = {"has_overflowed": True, "grad_norm": 1.0, "needed_factor": 1.5, "imbalance": 1.0}
-            return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
+            return result_of(has_overflowed=1.0, grad_norm=1.0, needed_factor=1.5)
 
     take = step_runner.StepRunner(Void(capacity=limits), Void(step=lambda: None))  # type: ignore[arg-type]
     batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
@@ -364,13 +367,12 @@ def test_step_runner_records_anew_when_clones_come_into_use(
     class Step(SimpleNamespace):
         def __call__(self, batch: Batch) -> Any:
             in_use.append(replicas.number_in_use)
-            values = {"has_overflowed": False, "grad_norm": 1.0, "needed_factor": 1.0}
-            values["imbalance"] = imbalances[len(in_use) - 1]
-            return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
+            imbalance = imbalances[len(in_use) - 1]
+            return result_of(has_overflowed=0.0, grad_norm=1.0, needed_factor=1.0, imbalance=imbalance)
 
     step: Any = Step(capacity=capacity.ExpertCapacity(1.25), replicas=replicas)
     schedule: Any = SimpleNamespace(step=lambda: None)
-    take = step_runner.StepRunner(step, schedule, is_captured, lambda: recorder, clone_control=CloneControl(1.2))
+    take = step_runner.StepRunner(step, schedule, is_captured, lambda: recorder, [CloneControl(1.2)])
     batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
     with caplog.at_level("INFO", logger="titan_moe"):
         for _ in imbalances:
@@ -387,14 +389,11 @@ def test_step_runner_records_anew_when_clones_come_into_use(
 
 
 def test_step_runner_goes_on_with_the_clones_of_an_earlier_run() -> None:
-    earlier = CloneControl(PAYS_FROM)
+    earlier, control = CloneControl(PAYS_FROM), CloneControl(PAYS_FROM)
     earlier.are_used = True
-    before, after = Progress(), Progress()
-    before.clones = earlier.state()
-    after.load_state_dict(before.state_dict())
     step: Any = SimpleNamespace(capacity=capacity.ExpertCapacity(), replicas=ReplicaSlots(2, are_used=False))
-    take = step_runner.StepRunner(step, SimpleNamespace(), clone_control=CloneControl(PAYS_FROM))  # type: ignore[arg-type]
-    take.resume(0.0)
+    take = step_runner.StepRunner(step, SimpleNamespace(), controllers=[control])  # type: ignore[arg-type]
     assert not step.replicas.are_used
-    take.resume(after.capacity_factor, after.clones)
+    Progress([control]).load_state_dict(Progress([earlier]).state_dict())
+    take.resume(7)
     assert step.replicas.number_in_use == 2

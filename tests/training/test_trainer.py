@@ -18,6 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from titan_moe.config import Recipe, load_recipe
 from titan_moe.config.parse import dump_recipe
+from titan_moe.metrics import table
+from titan_moe.metrics.table import Metric
 from titan_moe.models.transformer import Transformer
 from titan_moe.training import trainer
 from titan_moe.training.build import Assembly, assemble
@@ -65,6 +67,18 @@ def test_trainer_learns_and_reports_every_step(tiny) -> None:
     assert records[0]["loss"] > 4 and records[-1]["loss"] < 2.5
 
 
+def test_a_metric_is_one_line(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    toy = Metric("toy", "toy {:.1f}", lambda step: step.num_labels, "max")
+    monkeypatch.setattr(table, "METRICS", (toy, *table.METRICS))
+    run = tiny("--train.steps=2", "--metrics.tensorboard=true")
+    assert run.train() == 0
+    assert run.column("toy") == [128.0, 128.0] and list(run.records[0])[:3] == ["step", "toy", "loss"]
+    assert capsys.readouterr().out.count("  toy 128.0  loss ") == 2
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("toy")] == [(1, 128.0), (2, 128.0)]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_trainer_releases_graphs_before_the_process_group(tiny, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     released = []
@@ -73,7 +87,7 @@ def test_trainer_releases_graphs_before_the_process_group(tiny, monkeypatch: pyt
         assembly = assemble(recipe, device)
         assembly.step.release = lambda: released.append(dist.is_initialized())
         if fails:
-            assembly.step.step.num_skipped = None  # the step ends in an error
+            assembly.step.step.balancer = None  # the step ends in an error
         return assembly
 
     monkeypatch.setattr(trainer, "assemble", assembled)

@@ -5,7 +5,7 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures import Future as SaveFuture
 from contextlib import contextmanager
@@ -45,8 +45,13 @@ from titan_moe.config.regular_file import open_regular
 from titan_moe.parameters import Chunk, local_chunks
 
 _LARGE_BYTES = 1 << 20
-NEWER_STATES = ("train_state.spikes", "train_state.clones", "train_state.num_skipped_in_row")
-"""States that checkpoints of earlier versions lack. They keep their start values."""
+STATES_OF_ALL = ("train_state.step", "train_state.tokens_seen")
+"""Of the state of a run, what every checkpoint has. What else one lacks keeps its start value."""
+EARLIER_NAMES = {
+    "train_state.capacity": "train_state.capacity_factor",
+    "train_state.skips": "train_state.num_skipped_in_row",
+}
+"""The names that checkpoints of earlier versions have for states."""
 
 
 RowsOf = Callable[[str], tuple[int, ...]]
@@ -269,10 +274,17 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        for name in NEWER_STATES:
-            if metadata is not None and name not in metadata.state_dict_metadata:
-                self.state_dict.pop(name, None)
+        if metadata is not None:
+            self._rename_states(metadata.state_dict_metadata)
         self.state_dict = _in_chunks(self.state_dict, self.rows_of)
+
+    def _rename_states(self, saved: Container[str]) -> None:
+        """Ask for the states of a run by the names that the checkpoint has, and not for those that it lacks."""
+        own = [name for name in self.state_dict if name.startswith("train_state.") and name not in STATES_OF_ALL]
+        for name in (name for name in own if name not in saved):
+            value, earlier = self.state_dict.pop(name), EARLIER_NAMES.get(name, "")
+            if earlier in saved:
+                self.state_dict[earlier], self.mappings[earlier] = value, self.mappings[name]
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         own = self.state_dict[index.fqn]

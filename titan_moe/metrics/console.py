@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from titan_moe.config.schema import counted
+from titan_moe.metrics.table import words_of
 
 logger = logging.getLogger("titan_moe")
 
@@ -55,38 +55,8 @@ class Console:
 
 
 def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
-    """Format a record as one line with the largest load of experts and of ranks (`overload`), without numbers that are
-    zero or unknown."""
-    words = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
-    if "validation_loss" in record:
-        return "  ".join([*words, f"validation loss {record['validation_loss']:.4f}"])
-    words.append(f"loss {record['loss']:.4f}")
-    if record["aux_loss"]:
-        words.append(f"aux {record['aux_loss']:.2e}")
-    words += [f"norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}"]
-    words.append(f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}")
-    if record["tflops_per_gpu"] is not None:
-        words.append(f"{record['tflops_per_gpu']:.3g} TFLOP/s")
-    if record["mfu"] is not None:
-        words.append(f"MFU {record['mfu']:.1%}")
-    words += [f"{record['memory_gib']:.2f} GiB", f"{record['step_ms']:.0f} ms"]
-    if record["expert_load"]:
-        words.append(f"expert load {max(record['expert_load'].values()):.2f}")
-        if num_idle := record["idle_experts"]["sum"]:
-            words.append(counted(num_idle, "idle expert"))
-    if "overload" in record:
-        words.append(f"overload {record['overload']['max']:.2f}")
-    if record["skipped_steps"]:
-        words.append(f"SKIPPED {counted(record['skipped_steps'], 'step')}, where gradients were not finite")
-    if record.get("spikes"):
-        words.append(f"SKIPPED {counted(record['spikes'], 'spike')}")
-    if record.get("bad_rows"):
-        words.append(f"SKIPPED {counted(record['bad_rows'], 'bad row')}")
-    if record["rerun_steps"]:
-        words.append(f"{counted(record['rerun_steps'], 'step')} rerun ({record['rerun_share']:.1%})")
-    if "forced_load" in record:
-        words.append(f"FORCED LOAD: {record['forced_load'].upper()}")
-    return "  ".join(words)
+    """Format a record as one line, without numbers that are zero or unknown."""
+    return "  ".join([f"step {record['step']:>{len(str(total_steps))}}/{total_steps}", *words_of(record, unit)])
 
 
 def format_start(record: dict[str, Any], num_experts: int) -> str:

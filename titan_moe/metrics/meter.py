@@ -1,7 +1,7 @@
 """Write one record per logged step to the outputs of `[metrics]`: console, JSON lines, TensorBoard."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from titan_moe.metrics.console import Console, format_start
 from titan_moe.metrics.experts import expert_loads, idle_experts, load_map, overload_factors, read_scalars, read_values
 from titan_moe.metrics.explosion import ExplosionWarning
 from titan_moe.metrics.jsonl import JsonLines
+from titan_moe.metrics.table import record_of
 from titan_moe.metrics.tensorboard import TensorBoard
 from titan_moe.metrics.throughput import Throughput
 
@@ -28,8 +29,8 @@ class Meter:
     """Count every step. Log the first one after a start, every `metrics.every_steps`-th, and the last of the run.
 
     On other steps it reads nothing from the device, so the host can run ahead. A logged step takes one copy from the
-    device: scalars and token counts. All ranks make the same calls, but only rank 0 writes. `loss`, `grad_norm` and the
-    counts must already be reduced over ranks: no collective is called here.
+    device: scalars and token counts. All ranks make the same calls, but only rank 0 writes. What is on the device must
+    already be reduced over ranks: no collective is called here.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Meter:
         self.peak_memory_gib = peak_memory_gib
         self.tokens_seen = 0
         self.next_is_first = True
-        self.num_steps, self.num_logged = 0, 0  # of this process
+        self.num_logged = 0  # of this process
         self.is_new_run = True
         self.last_losses: dict[str, float] = {}
         """The newest training and validation loss."""
@@ -77,70 +78,35 @@ class Meter:
         self,
         step: int,
         *,
-        loss: Tensor | float,
-        aux_loss: Tensor | float,
-        grad_norm: Tensor | float,
-        lr: float,
+        metrics: Mapping[str, Tensor],
+        tokens_per_expert: Mapping[str, Tensor],
         num_tokens: int,
-        tokens_per_expert: dict[str, Tensor],
-        num_skipped: Tensor | int,
-        num_spikes: Tensor | int = 0,
-        num_reruns: int,
-        num_recordings: int = 0,
-        capacity_factor: float = 0.0,
-        needed_factor: float = 0.0,
-        num_replicas: int = 0,
-        num_bad_rows: int = 0,
+        **known: Any,
     ) -> dict[str, Any] | None:
         """Count step `step` (the first is 1). If it is logged, write and return its record.
 
-        Shapes: `loss`, `aux_loss`, `grad_norm`, `num_skipped`, `num_spikes` 0-dim; `tokens_per_expert` layer name ->
-        [E].
-        Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped`, `num_spikes` and `num_reruns` are
-        steps since the start of this process, `num_recordings` CUDA graphs. `capacity_factor` bounds the next step (0:
-        nothing does), `needed_factor` is what this step needed. `num_replicas` are the replica slots of a rank that the
-        next step uses. `num_bad_rows` are those that this process has skipped.
+        `metrics` are scalars on the device, `tokens_per_expert` [E] by layer. `num_tokens` are the tokens of this step
+        on all ranks. `known` are metrics of the host.
         """
         self.tokens_seen += num_tokens
-        self.num_steps += 1
         self.throughput.count(num_tokens)
         if self.console is not None:
             self.console.advance()
         is_first, self.next_is_first = self.next_is_first, False
         if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.recipe.train.steps):
             return None
-        values = read_values([loss, aux_loss, grad_norm, num_skipped, num_spikes, *tokens_per_expert.values()])
-        read_loss, read_aux_loss, read_norm, read_skipped, read_spikes = (value.item() for value in values[:5])
-        counts = dict(zip(tokens_per_expert, values[5:], strict=True))
-        measured = self.throughput.measure()  # after the read: the device has finished the step
-        record: dict[str, Any] = {
-            "step": step,
-            "loss": read_loss,
-            "aux_loss": read_aux_loss,
-            "grad_norm": read_norm,
-            "lr": lr,
-            "tokens_seen": self.tokens_seen,
-            **measured,
-            "memory_gib": self.peak_memory_gib(),
-            **routing_record(counts, self.recipe.parallel.ep),
-            "skipped_steps": int(read_skipped),
-            "rerun_steps": num_reruns,
-            "rerun_share": num_reruns / self.num_steps,
+        values = read_values([*metrics.values(), *tokens_per_expert.values()])
+        counts = dict(zip(tokens_per_expert, values[len(metrics) :], strict=True))
+        read = {
+            name: value.item() if metrics[name].is_floating_point() else int(value)
+            for name, value in zip(metrics, values, strict=False)
         }
-        if self.recipe.train.spike_sigmas:
-            record["spikes"] = int(read_spikes)
-        if self.recipe.compile.cudagraph != "off":
-            record["graph_recordings"] = num_recordings
-        if needed_factor:
-            record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
-        if self.recipe.parallel.has_clones:
-            record["expert_clones"] = num_replicas
-        if self.recipe.data.bad_rows == "skip":
-            record["bad_rows"] = num_bad_rows
-        if self.recipe.train.forces_load:
-            record["forced_load"] = self.recipe.train.forced_load
+        known |= read | self.throughput.measure()  # after the read: the device has finished the step
+        known |= {"tokens_seen": self.tokens_seen, "memory_gib": self.peak_memory_gib()}
+        known |= routing_record(counts, self.recipe.parallel.ep) | {"forced_load": self.recipe.train.forced_load}
+        record = record_of(step, known, self.recipe)
         self._write(record)
-        self.last_losses["loss"] = read_loss
+        self.last_losses["loss"] = record["loss"]
         if self.is_main:
             self._warn_and_draw(record, counts, is_start=is_first and self.is_new_run)
         self.num_logged += 1
@@ -148,7 +114,7 @@ class Meter:
 
     def log_validation(self, step: int, loss: Tensor | float) -> dict[str, Any]:
         """Write the loss on held-out sequences after `step` steps."""
-        record = {"step": step, "validation_loss": read_scalars([loss])[0]}
+        record = record_of(step, {"validation_loss": read_scalars([loss])[0]}, self.recipe)
         self._write(record)
         self.last_losses["validation loss"] = record["validation_loss"]
         return record

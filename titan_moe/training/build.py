@@ -21,6 +21,7 @@ from titan_moe.layers.forced_routing import force_load
 from titan_moe.layers.init import init_weights
 from titan_moe.memory import recompute
 from titan_moe.metrics import regions
+from titan_moe.metrics.table import measured
 from titan_moe.models.part import tied_weight
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
@@ -37,11 +38,13 @@ from titan_moe.parameters import TENSOR_AXIS
 from titan_moe.plan.peak import graph_bytes
 from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.precision import policy
-from titan_moe.training.capacity_control import CapacityControl, largest_factor
+from titan_moe.training.capacity_control import CapacityControl, FixedCapacity, LargestNeed, largest_factor
 from titan_moe.training.clone_control import CloneControl
+from titan_moe.training.controller import Controller
 from titan_moe.training.forward_backward import build_forward_backward
 from titan_moe.training.model_class import check_interface, check_parts, import_model_class
 from titan_moe.training.peak_memory import PeakMemory
+from titan_moe.training.skips import Skips
 from titan_moe.training.spikes import Spikes
 from titan_moe.training.step import TrainStep
 from titan_moe.training.step_runner import StepRunner
@@ -75,7 +78,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     tied = find_tied_embedding(parts, recipe.parallel, meshes, is_tied=is_tied)
-    num_skipped, num_skipped_in_row, num_spikes = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    spikes = [Spikes(recipe.train.spike_sigmas, device)] if recipe.train.spike_sigmas else []
     step = TrainStep(
         forward_backward=build_forward_backward(parts, recipe, meshes, tied, queue, capacity=capacity),
         optimizers=optimizers,
@@ -84,10 +87,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         replicas=replicas,
         max_grad_norm=recipe.optim.max_grad_norm,
         meshes=meshes,
-        spikes=Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None,
-        num_skipped=num_skipped,
-        num_skipped_in_row=num_skipped_in_row,
-        num_spikes=num_spikes,
+        controllers=[Skips(device), *spikes],
+        metrics=measured(recipe),
         tied=() if tied is None else tuple(tied.weights),
         replicated=_replicated_grads(recipe, meshes, optimizers),
     )
@@ -96,8 +97,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         step,
         schedule,
         is_captured,
-        control=_capacity_control(recipe, memory),
-        clone_control=CloneControl(clones_pay_from(recipe)) if recipe.parallel.has_clones else None,
+        controllers=_controllers(recipe, memory),
         forced_step=_force_load(parts, recipe, device),
         memory=memory,
     )
@@ -127,6 +127,15 @@ def _bytes_of_a_graph(recipe: Recipe, meshes: Meshes) -> int:
     if recipe.compile.cudagraph == "off":
         return 0
     return graph_bytes(parts_of(recipe, meshes.sizes.world)[meshes.dense.get_local_rank("pp")])
+
+
+def _controllers(recipe: Recipe, memory: PeakMemory) -> list[Controller]:
+    """What the host follows; if it is nothing, the host reads nothing."""
+    fixed = FixedCapacity(memory.capacity.capacity_factor) if memory.capacity.is_bounded else None
+    of_capacity = _capacity_control(recipe, memory) or fixed
+    need = LargestNeed() if of_capacity else None
+    clones = CloneControl(clones_pay_from(recipe)) if recipe.parallel.has_clones else None
+    return [controller for controller in (of_capacity, need, clones) if controller is not None]
 
 
 def _capacity_control(recipe: Recipe, memory: PeakMemory) -> CapacityControl | None:

@@ -1,13 +1,18 @@
-"""`parallel.expert_rank_capacity_factor = "auto"`: the factor follows the need of past steps."""
+"""`parallel.expert_rank_capacity_factor`: "auto" follows the need of past steps, a number warns if it is too small."""
 
+import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from titan_moe.training.controller import Changes, Controller
 from titan_moe.training.peak_memory import PeakMemory
+
+logger = logging.getLogger("titan_moe")
 
 CALIBRATION_STEPS = 4
 """Steps without a bound before the first factor is chosen."""
@@ -26,14 +31,18 @@ QUIET_STEPS = 500
 """The factor shrinks if this number of steps needed less."""
 RESERVED_SHARE = 0.05
 """Fraction of a GPU's memory that is left for fragmentation and workspaces."""
+MANY_RERUNS, MANY_RERUNS_SHARE = 10, 0.03
+"""At the tenth rerun of a fixed bound, if reruns are more than this share of all steps, it costs more than it saves."""
 
 
-class CapacityControl:
-    """Choose the capacity factor from the need of past steps. All ranks choose alike, from reduced numbers.
+class CapacityControl(Controller):
+    """Choose the capacity factor from the need of past steps.
 
     `factor` is the bound of the next step. It is 0 while there is no bound: at the start, while the load changes fast,
     or if memory cannot hold the need.
     """
+
+    name = "capacity"
 
     def __init__(self, largest: Callable[[], float] = lambda: math.inf, *, grows_ahead: bool = True) -> None:
         """`largest` is the largest factor that the memory of every rank holds. Without `grows_ahead` the factor grows
@@ -46,13 +55,21 @@ class CapacityControl:
         self.needs: deque[float] = deque(maxlen=QUIET_STEPS)
         self.overflows: deque[int] = deque()
 
-    def resume(self, factor: float) -> None:
-        """Start with the factor of an earlier run, after one step, which shows how much memory is left."""
-        self.needs.append(factor / MARGIN)
-        self.steps_to_wait = 1
+    @property
+    def changes(self) -> Changes:
+        return Changes(self.factor, reason=f"the last step needed {self.needs[-1] if self.needs else 0:.3g}")
 
-    def follow(self, need: float, has_overflowed: bool) -> float:
-        """Take note of a step with finite gradients, and choose the factor of the next: `factor`."""
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start with the factor of an earlier run, after one step, which shows how much memory is left."""
+        if state["factor"]:
+            self.needs.append(state["factor"] / MARGIN)
+            self.steps_to_wait = 1
+
+    def follow(self, metrics: Mapping[str, float]) -> Changes:
+        need, has_overflowed = metrics["needed_factor"], metrics["has_overflowed"]
         before = self.factor
         self.step += 1
         self.needs.append(need)
@@ -73,7 +90,7 @@ class CapacityControl:
                 self.factor = smaller
         if self.factor != before:
             self.is_at_limit = False
-        return self.factor
+        return self.changes
 
     def _grow(self) -> None:
         self.overflows.append(self.step)
@@ -104,6 +121,59 @@ class CapacityControl:
 
     def _largest(self) -> float:
         return math.floor(min(self.largest(), 1e6) * STEPS_OF_FACTOR) / STEPS_OF_FACTOR
+
+
+class FixedCapacity(Controller):
+    """Warn once of a factor that so many steps exceed that another would be faster."""
+
+    name = "capacity"
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.num_steps, self.num_reruns = factor, 0, 0
+
+    def follow(self, metrics: Mapping[str, float]) -> Changes:
+        self.num_steps += 1
+        self.num_reruns += metrics["has_overflowed"] > 0
+        is_tenth = metrics["has_overflowed"] and self.num_reruns == MANY_RERUNS
+        if is_tenth and self.num_reruns > self.num_steps * MANY_RERUNS_SHARE:
+            logger.warning(
+                "%d of %d steps were repeated, because rows exceeded the capacity; "
+                'parallel.expert_rank_capacity_factor = "auto", or a number above %g, lowers the number',
+                self.num_reruns,
+                self.num_steps,
+                self.factor,
+            )
+        return self.changes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor}  # with which "auto" would go on
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The recipe says the factor."""
+
+
+class LargestNeed(Controller):
+    """Remember the largest capacity factor that a step needed."""
+
+    name = "largest_need"
+
+    def __init__(self) -> None:
+        self.factor = 0.0
+
+    @property
+    def summary(self) -> str:
+        would_do = f"{round_up(self.factor):g} would have sufficed"
+        return f"steps needed a capacity factor of up to {self.factor:.3g}; {would_do}" if self.factor else ""
+
+    def follow(self, metrics: Mapping[str, float]) -> Changes:
+        self.factor = max(self.factor, metrics["needed_factor"])
+        return self.changes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.factor = state["factor"]
 
 
 def round_up(factor: float) -> float:

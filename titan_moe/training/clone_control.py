@@ -1,7 +1,10 @@
 """`parallel.expert_clones = "auto"`: replica slots are used while the ranks of recent steps are imbalanced."""
 
-import json
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from titan_moe.training.controller import Changes, Controller
 
 WINDOW_STEPS = 16
 """Recent steps whose imbalance is averaged."""
@@ -11,8 +14,10 @@ STEPS_BETWEEN_CHANGES = 100
 """The least number of steps between two changes: each releases what was recorded."""
 
 
-class CloneControl:
-    """Decide from past steps whether the next one uses replica slots. All ranks decide alike, from reduced numbers."""
+class CloneControl(Controller):
+    """Decide from past steps whether the next one uses replica slots."""
+
+    name = "clones"
 
     def __init__(self, pays_from: float) -> None:
         """`pays_from` is the load of the busiest rank over the mean from which clones save more than they cost."""
@@ -26,23 +31,23 @@ class CloneControl:
         """The imbalance of recent steps; 1 before the first."""
         return sum(self.recent) / len(self.recent) if self.recent else 1.0
 
-    def follow(self, imbalance: float) -> bool:
-        """Take note of a step's load of the busiest rank over the mean, as if there were no clones, and decide whether
-        the next step uses replica slots: `are_used`."""
-        self.recent.append(imbalance)
+    @property
+    def changes(self) -> Changes:
+        reason = f"the busiest rank had {self.mean:.3g} times the mean load in recent steps"
+        return Changes(uses_clones=self.are_used, reason=reason)
+
+    def follow(self, metrics: Mapping[str, float]) -> Changes:
+        """Take note of a step's load of the busiest rank over the mean, as if there were no clones."""
+        self.recent.append(metrics["imbalance"])
         self.steps_to_wait -= 1
         pays = self.mean > self.pays_from - (HYSTERESIS if self.are_used else 0.0)
         if pays != self.are_used and len(self.recent) == WINDOW_STEPS and self.steps_to_wait <= 0:
             self.are_used, self.steps_to_wait = pays, STEPS_BETWEEN_CHANGES
-        return self.are_used
+        return self.changes
 
-    def state(self) -> str:
-        """The state as JSON."""
-        recent = list(self.recent)
-        return json.dumps({"are_used": self.are_used, "recent": recent, "steps_to_wait": self.steps_to_wait})
+    def state_dict(self) -> dict[str, Any]:
+        return {"are_used": self.are_used, "recent": list(self.recent), "steps_to_wait": self.steps_to_wait}
 
-    def load_state(self, state: str) -> None:
-        """Go on with the state of an earlier run; an empty string is one without."""
-        if state:
-            vars(self).update(json.loads(state))
-            self.recent = deque(self.recent, maxlen=WINDOW_STEPS)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.recent = deque(self.recent, maxlen=WINDOW_STEPS)

@@ -3,26 +3,43 @@
 W steps of the window
 """
 
-import json
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_moe.training.controller import DeviceController
+
 WINDOW_STEPS = 128
 
 
-class Spikes:
+class Spikes(DeviceController):
     """The losses and gradient norms of the last steps, on the device, and whether the next ones are spikes.
 
     A spike is above their mean by `num_sigmas` standard deviations, once half of the window is filled. The rule is that
     of OLMo-core's SkipStepOptimizer. Spikes enter the window too, so that a level that lasts is accepted after a few
-    steps; values that are not finite do not. Losses and norms are reduced over ranks: all ranks decide alike.
+    steps; values that are not finite do not.
     """
+
+    name = "spikes"
 
     def __init__(self, num_sigmas: float, device: torch.device) -> None:
         self.num_sigmas = num_sigmas
         self.recent_2W = torch.zeros(2, WINDOW_STEPS, dtype=torch.float64, device=device)
-        self.num_seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.num_seen, self.num_spikes = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+
+    @property
+    def counts(self) -> dict[str, Tensor]:
+        """The spikes of this process."""
+        return {"spikes": self.num_spikes}
+
+    def follow(self, metrics: Mapping[str, Tensor]) -> Tensor:
+        loss, norm, has_overflowed = metrics["loss"], metrics["grad_norm"], metrics["has_overflowed"]
+        is_spike = self.find(loss, norm) & norm.isfinite() & ~has_overflowed
+        self.record(loss, norm, ~has_overflowed)
+        self.num_spikes.add_(is_spike)
+        return is_spike
 
     def find(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Whether this step is a spike: a bool on the device."""
@@ -41,13 +58,9 @@ class Spikes:
         self.recent_2W.copy_(torch.where(is_oldest_W & counts, now_2[:, None], self.recent_2W))
         self.num_seen.add_(counts)
 
-    def state(self) -> str:
-        """The window as JSON. Waits for the device."""
-        return json.dumps({"recent": self.recent_2W.tolist(), "num_seen": int(self.num_seen)})
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": self.recent_2W.tolist(), "num_seen": int(self.num_seen)}
 
-    def load_state(self, state: str) -> None:
-        """Go on with the window of an earlier run; an empty string is one without."""
-        if state:
-            loaded = json.loads(state)
-            self.recent_2W.copy_(torch.tensor(loaded["recent"], dtype=torch.float64))
-            self.num_seen.fill_(loaded["num_seen"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent_2W.copy_(torch.tensor(state["recent"], dtype=torch.float64))
+        self.num_seen.fill_(state["num_seen"])

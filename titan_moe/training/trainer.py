@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, Signals
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,17 +33,16 @@ from titan_moe.metrics.whole_file import write_whole
 from titan_moe.profile.trace import StepTracer, Tracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.training.build import assemble, build_unchecked
-from titan_moe.training.capacity_control import round_up
 from titan_moe.training.count_class import FLOPS_HOOK, ModelCounts, count_model
 from titan_moe.training.earlier_records import set_aside
 from titan_moe.training.evaluate import evaluating, validation_loss
 from titan_moe.training.failure import EXIT_FAILED, record_failure
 from titan_moe.training.model_class import check_loss
 from titan_moe.training.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
+from titan_moe.training.progress import Progress
 from titan_moe.training.read_ahead import ReadAhead, UnreadableDataError
 from titan_moe.training.resolve_kernels import resolve_auto
 from titan_moe.training.run_lock import run_lock
-from titan_moe.training.step import StepResult
 from titan_moe.training.unsaved import UnsavedWarning
 from titan_moe.training.watchdog import Watchdog
 from titan_moe.training.writable import writable_folders
@@ -73,25 +71,6 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
             wait_for_all_ranks(device)
     if exit_code:
         raise SystemExit(exit_code)
-
-
-class Progress:
-    """Steps and tokens of a run so far, the steps since the last one with an update, the capacity factor, the window of
-    spikes and whether replica slots are used; saved in its checkpoints."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.tokens_seen = 0
-        self.num_skipped_in_row = 0  # as far as read from the device
-        self.capacity_factor = 0.0
-        self.spikes = ""
-        self.clones = ""
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update((name, state[name]) for name in vars(self))
 
 
 class Trainer:
@@ -124,7 +103,8 @@ class Trainer:
             with capacity.unbounded():
                 check_loss(self.model, self.parts, recipe, self.loader.tokenizer.vocab_size, device, capacity.check)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
-        self.progress = Progress()
+        self.progress = Progress([*self.runner.step.controllers, *self.runner.controllers])
+        self.num_skipped_in_row = 0  # steps since the last one with an update, as far as read from the device
         self.stop = StopSignal()
         self.unsaved = UnsavedWarning(recipe.checkpoint.every_steps, recipe.train.steps)
         self.checkpointer = Checkpointer(
@@ -148,7 +128,7 @@ class Trainer:
     @property
     def has_diverged(self) -> bool:
         """Whether so many steps were skipped in a row that the run stops."""
-        return 0 < self.recipe.train.max_skipped_in_row <= self.progress.num_skipped_in_row
+        return 0 < self.recipe.train.max_skipped_in_row <= self.num_skipped_in_row
 
     @property
     def _command(self) -> str:
@@ -162,6 +142,7 @@ class Trainer:
         """Run the remaining steps, save, print a sample, and say how the run ended. Returns the exit code."""
         with _as_recipe_errors(ValueError, CheckpointMismatch):
             self.checkpointer.load()
+        self._read_skipped()
         stopped_by, step, start = 0, self.progress.step, time.monotonic()
         if self.is_finished:
             ways_on = "a larger train.steps goes on, another run.folder starts anew"
@@ -190,10 +171,7 @@ class Trainer:
             self._open_run_folder()
         if self.progress.step > 0:
             logger.info("continuing after step %d", self.progress.step)
-        self.runner.resume(self.progress.capacity_factor, self.progress.clones, self.progress.step)
-        if (spikes := self.runner.step.spikes) is not None:
-            spikes.load_state(self.progress.spikes)
-        self.runner.step.num_skipped_in_row.fill_(self.progress.num_skipped_in_row)
+        self.runner.resume(self.progress.step)
         self.data = ReadAhead(self.loader, self.recipe.train.steps - self.progress.step)
         with self.stop:
             self._run_steps()
@@ -204,15 +182,15 @@ class Trainer:
         self.meter.close()
         if self.stop.has_unreadable_data:
             self._end_with_unreadable_data()
-        if need := self.runner.largest_need:
-            logger.info("steps needed a capacity factor of up to %.3g; %g would have sufficed", need, round_up(need))
+        for summary in filter(None, (controller.summary for controller in self.runner.controllers)):
+            logger.info("%s", summary)
         if self.has_diverged:
             return 0
         if not self.is_finished:
             name = Signals(self.stop.number).name
             logger.info("stopped by %s after step %d; to go on: %s", name, self.progress.step, self._command)
             return self.stop.number
-        if self.recipe.metrics.sample_tokens and self.progress.num_skipped_in_row == 0:
+        if self.recipe.metrics.sample_tokens and self.num_skipped_in_row == 0:
             self._write_sample()
         return 0
 
@@ -268,28 +246,12 @@ class Trainer:
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
         lr = self.schedule.lr
-        result: StepResult = self.runner(self.loader.next_step().to(self.device))
+        result = self.runner(self.loader.next_step().to(self.device))
         progress.step += 1
-        progress.capacity_factor = self.runner.capacity_factor
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
-        record = self.meter.log(
-            progress.step,
-            loss=result.loss,
-            aux_loss=result.aux_loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            num_tokens=num_tokens,
-            tokens_per_expert=result.tokens_per_expert,
-            num_skipped=result.num_skipped,
-            num_spikes=result.num_spikes,
-            num_reruns=self.runner.num_reruns,
-            num_recordings=self.runner.num_recordings,
-            capacity_factor=self.runner.capacity_factor,
-            needed_factor=self.runner.needed_factor,
-            num_replicas=self.runner.step.replicas.number_in_use,
-            num_bad_rows=self.stop.num_bad_rows,
-        )
+        known = self.runner.numbers | {"lr": lr, "bad_rows": self.stop.num_bad_rows}
+        record = self.meter.log(progress.step, **result._asdict(), num_tokens=num_tokens, **known)
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.watchdog.during("a validation"), self.meter.paused():
                 batches = self.data.read_together(lambda: list(self.loader.validation_batches()))
@@ -308,17 +270,13 @@ class Trainer:
 
     def _read_skipped(self) -> None:
         """Read the steps skipped in a row, which are equal on all ranks. Waits for the device."""
-        self.progress.num_skipped_in_row = int(self.runner.step.num_skipped_in_row)
+        self.num_skipped_in_row = int(self.runner.step.counts["skipped_in_row"])
 
     def _save(self, is_last: bool = False) -> None:
         """Save, unless the run has diverged, and say if the weights are those of an earlier step."""
         if self.has_diverged:
             return
-        if (spikes := self.runner.step.spikes) is not None:
-            self.progress.spikes = spikes.state()
-        if (control := self.runner.clone_control) is not None:
-            self.progress.clones = control.state()
-        step, num_skipped = self.progress.step, self.progress.num_skipped_in_row
+        step, num_skipped = self.progress.step, self.num_skipped_in_row
         self.checkpointer.save(step, is_last=is_last, num_skipped=num_skipped)
         if num_skipped and self.is_main:
             which = "its gradients" if num_skipped == 1 else f"the gradients of the last {num_skipped} steps"
@@ -354,7 +312,7 @@ class Trainer:
 
     def _describe_divergence(self) -> str:
         """Why the run ended in skipped steps, and the ways out."""
-        steps, num_skipped = self.checkpointer.folders.complete_steps(), self.progress.num_skipped_in_row
+        steps, num_skipped = self.checkpointer.folders.complete_steps(), self.num_skipped_in_row
         last_update = self.progress.step - num_skipped
         last = "the last step" if num_skipped == 1 else f"the last {num_skipped} steps"
         found = f"continues after step {steps[-1]}, its newest checkpoint" if steps else "starts again"

@@ -1,0 +1,140 @@
+"""The metrics of a run: one line of `METRICS` adds a number to records, console and TensorBoard.
+
+A metric with `measure` is measured by every step, on the device; the others are known to the host. Every rank measures
+its own numbers, which are then reduced, unless they are of all ranks already.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.schema import counted
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.metrics.experts import mean_rank_load
+
+Reduction = Literal["sum", "max"]
+"""Over the ranks that have a part of the loss, or over all ranks."""
+Record = Mapping[str, Any]
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class StepNumbers(NamedTuple):
+    """What a step measures metrics from: scalars on the device, and what holds some."""
+
+    loss: Tensor  # of this rank: a part of the sum
+    aux_loss: Tensor  # the same of the balancing losses
+    num_labels: Tensor  # of all ranks
+    num_tokens: Tensor  # the same, with a label or not
+    capacity: ExpertCapacity  # of this rank
+    ep: int
+    tokens_per_expert: dict[str, Tensor]  # of all ranks; empty while ranks measure their own numbers
+
+
+class Metric(NamedTuple):
+    """A number of each step, or a dict of numbers."""
+
+    name: str
+    words: str | Callable[[Record], object] = ""
+    """On the console: a format of the value, or a function of the record; empty or None: no words."""
+    measure: Callable[[StepNumbers], Tensor] | None = None
+    reduction: Reduction | None = None
+    when: Callable[[Recipe], bool] = lambda recipe: True
+    """Whether runs of a recipe have it."""
+    after: str = ""
+    """On the console, the metric that its words follow; by default the one before."""
+    is_recorded: bool = True
+
+
+def _skipped(name: str, what: str, why: str = "") -> Callable[[Record], object]:
+    return lambda record: record[name] and f"SKIPPED {counted(record[name], what)}{why}"
+
+
+def _reruns(record: Record) -> object:
+    num_steps = record["rerun_steps"]
+    return num_steps and f"{counted(num_steps, 'step')} rerun ({record['rerun_share']:.1%})"
+
+
+def _imbalance(step: StepNumbers) -> Tensor:
+    """Load of the busiest ep rank over the mean, averaged over layers; tokens of clones count on the ranks that own the
+    experts."""
+    if not step.tokens_per_expert:
+        return torch.ones_like(step.loss, dtype=torch.float32)
+    return mean_rank_load(step.tokens_per_expert, step.ep).float()
+
+
+METRICS = (
+    Metric("loss", "loss {:.4f}", lambda step: step.loss, "sum"),
+    Metric("aux_loss", lambda r: r["aux_loss"] and f"aux {r['aux_loss']:.2e}", lambda step: step.aux_loss, "sum"),
+    Metric("has_overflowed", "", lambda step: step.capacity.invalidates_step, "max", is_recorded=False),
+    Metric("needed_factor", "", lambda step: step.capacity.needed_factor(), "max", is_recorded=False),
+    Metric("imbalance", "", _imbalance, when=lambda recipe: recipe.parallel.has_clones, is_recorded=False),
+    Metric("grad_norm", "norm {:.3f}"),  # before clipping
+    Metric("lr", "lr {:.2e}"),
+    Metric("tokens_seen"),
+    Metric("tokens_per_second_per_gpu", "{:,.0f} tokens/s/{unit}"),
+    Metric("tflops_per_gpu", "{:.3g} TFLOP/s"),
+    Metric("mfu", "MFU {:.1%}"),
+    Metric("step_ms", "{:.0f} ms", after="memory_gib"),
+    Metric("memory_gib", "{:.2f} GiB"),
+    Metric("expert_load", lambda r: r["expert_load"] and f"expert load {max(r['expert_load'].values()):.2f}"),
+    Metric("idle_experts", lambda r: (n := r["idle_experts"].get("sum", 0)) and counted(n, "idle expert")),
+    Metric("overload", "overload {[max]:.2f}"),
+    Metric("busiest_rank"),
+    Metric("skipped_steps", _skipped("skipped_steps", "step", ", where gradients were not finite")),
+    Metric("rerun_steps", _reruns, after="bad_rows"),
+    Metric("rerun_share"),
+    Metric("spikes", _skipped("spikes", "spike")),
+    Metric("graph_recordings", when=lambda recipe: recipe.compile.cudagraph != "off"),
+    Metric("capacity"),
+    Metric("expert_clones", when=lambda recipe: recipe.parallel.has_clones),
+    Metric("bad_rows", _skipped("bad_rows", "bad row"), when=lambda recipe: recipe.data.bad_rows == "skip"),
+    Metric("forced_load", lambda r: f"FORCED LOAD: {r['forced_load'].upper()}", when=lambda r: r.train.forces_load),
+    Metric("validation_loss", "validation loss {:.4f}"),
+)
+
+
+def measured(recipe: Recipe) -> list[Metric]:
+    """What the steps of a recipe measure."""
+    return [metric for metric in METRICS if metric.measure is not None and metric.when(recipe)]
+
+
+def measure(
+    metrics: Iterable[Metric], step: StepNumbers, groups: Mapping[Reduction, dist.ProcessGroup]
+) -> dict[str, Tensor]:
+    """Measure those with a reduction on this rank, and reduce them over `groups`: one message each."""
+    reduced: dict[str, Tensor] = {}
+    for reduction, group in groups.items():
+        own = {m.name: m.measure(step) for m in metrics if m.measure is not None and m.reduction == reduction}
+        dtype = step.loss.dtype if reduction == "sum" else torch.float32
+        values = torch.stack([value.to(dtype) for value in own.values()])
+        dist.all_reduce(values, OPS[reduction], group=group)
+        reduced |= {name: value.to(own[name].dtype) for name, value in zip(own, values.unbind(), strict=True)}
+    return reduced
+
+
+def measure_of_all(metrics: Iterable[Metric], step: StepNumbers) -> dict[str, Tensor]:
+    """Measure those without a reduction: from numbers of all ranks, once these are known."""
+    return {m.name: m.measure(step) for m in metrics if m.measure is not None and m.reduction is None}
+
+
+def record_of(step: int, known: Record, recipe: Recipe) -> dict[str, Any]:
+    """The record of a step: what is known of it, in the order of the table."""
+    recorded = (metric for metric in METRICS if metric.is_recorded and metric.when(recipe))
+    return {"step": step} | {metric.name: known[metric.name] for metric in recorded if metric.name in known}
+
+
+def words_of(record: Record, unit: str) -> list[str]:
+    """A record in words for the console, without what is zero or unknown; `unit` is what a rank is."""
+    places = {metric.name: place for place, metric in enumerate(METRICS)}
+    words: list[object] = []
+    for metric in sorted(METRICS, key=lambda metric: (places[metric.after or metric.name], bool(metric.after))):
+        if record.get(metric.name) is None:
+            continue
+        format_ = metric.words
+        value = record[metric.name]
+        words.append(format_.format(value, unit=unit) if isinstance(format_, str) else format_(record))
+    return [str(word) for word in words if word]
