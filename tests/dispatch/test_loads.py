@@ -377,7 +377,7 @@ def check_followed(
     num_ranks, num_reruns = len(answers), 0
     control = CapacityControl()
     if first_factor:
-        control.resume(first_factor)
+        control.load_state_dict({"factor": first_factor})
     for number, index in enumerate(steps):
         need = needed_factor(case, load, num_ranks, index)
         sums = sums_of_ranks(case, load, num_ranks, index)

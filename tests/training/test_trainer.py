@@ -4,7 +4,6 @@ import gc
 import json
 import logging
 import re
-import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -339,16 +338,3 @@ def test_trainer_logs_what_runs_first(tiny, caplog: pytest.LogCaptureFixture) ->
     run = tiny("--train.steps=1", "--model.name=small")
     assert run.train() == 0
     assert caplog.messages[0] == f"small: 28.96k parameters, 22.82k active a token; 1 x cpu; writing to {run.folder}"
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_of_a_node", "option"), [(1, 1, ""), (4, 4, " --nproc 4"), (4, 2, "")])
-def test_the_command_that_goes_on_names_the_ranks_of_one_node(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int, ranks_of_a_node: int, option: str
-) -> None:
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: num_ranks)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_a_node))
-    run = trainer.Trainer.__new__(trainer.Trainer)
-    run.run_folder = Path("runs/one")
-    assert run._command == f"titan-moe train runs/one/recipe.toml{option}"
-    run.run_folder = Path("my runs/it's")
-    assert shlex.split(run._command)[2] == "my runs/it's/recipe.toml"

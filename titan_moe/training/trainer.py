@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,30 +18,26 @@ from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.context import sequence_shard
-from titan_moe.config.experimental import describe_experimental
 from titan_moe.config.kernels import DEFAULT_KERNELS
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import ranks_of_a_node
-from titan_moe.config.parse import dump_recipe
-from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
 from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
-from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
-from titan_moe.metrics.whole_file import write_whole
 from titan_moe.profile.trace import StepTracer, Tracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.training.build import assemble, build_unchecked
-from titan_moe.training.count_class import FLOPS_HOOK, ModelCounts, count_model
-from titan_moe.training.earlier_records import set_aside
+from titan_moe.training.count_class import count_model
 from titan_moe.training.evaluate import evaluating, validation_loss
 from titan_moe.training.failure import EXIT_FAILED, record_failure
+from titan_moe.training.messages import describe_divergence, log_end, log_start
 from titan_moe.training.model_class import check_loss
 from titan_moe.training.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
 from titan_moe.training.progress import Progress
 from titan_moe.training.read_ahead import ReadAhead, UnreadableDataError
 from titan_moe.training.resolve_kernels import resolve_auto
+from titan_moe.training.run_folder import command_to_go_on, open_run_folder
 from titan_moe.training.run_lock import run_lock
+from titan_moe.training.sample import sample
 from titan_moe.training.unsaved import UnsavedWarning
 from titan_moe.training.watchdog import Watchdog
 from titan_moe.training.writable import writable_folders
@@ -83,7 +78,7 @@ class Trainer:
         self.is_main = dist.get_rank() == 0
         counts = run_on_rank_zero(lambda: count_model(recipe, partial(build_unchecked, recipe, DEFAULT_KERNELS)))
         if self.is_main:
-            self._log_start(counts)
+            log_start(recipe, counts, device)
         self.recipe = recipe = resolve_auto(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, self.parts, optimizers, self.schedule, self.runner = assemble(recipe, device)
@@ -130,14 +125,6 @@ class Trainer:
         """Whether so many steps were skipped in a row that the run stops."""
         return 0 < self.recipe.train.max_skipped_in_row <= self.num_skipped_in_row
 
-    @property
-    def _command(self) -> str:
-        """The command that goes on with this run; on several nodes what torchrun is to run."""
-        num_ranks = dist.get_world_size()
-        is_launched = 1 < num_ranks == ranks_of_a_node(num_ranks)
-        recipe = shlex.quote(str(self.run_folder / "recipe.toml"))
-        return f"titan-moe train {recipe}{f' --nproc {num_ranks}' if is_launched else ''}"
-
     def train(self) -> int:
         """Run the remaining steps, save, print a sample, and say how the run ended. Returns the exit code."""
         with _as_recipe_errors(ValueError, CheckpointMismatch):
@@ -157,18 +144,21 @@ class Trainer:
                 raise
         self.checkpointer.close()
         if self.has_diverged and step < self.progress.step:
-            record_failure(self._describe_divergence())
+            saved_steps = self.checkpointer.folders.complete_steps()
+            problem = describe_divergence(self.run_folder, self.progress.step, self.num_skipped_in_row, saved_steps)
+            record_failure(problem)
             if self.is_main:
-                logger.error("%s", self._describe_divergence())
+                logger.error("%s", problem)
         elif self.is_finished and step < self.progress.step:
-            self._log_end(step + 1, time.monotonic() - start)
+            steps, folders = (step + 1, self.progress.step), self.checkpointer.folders
+            log_end(steps, time.monotonic() - start, self.meter.last_losses, folders)
         if stopped_by == SIGINT:
             return EXIT_BY_SIGNAL + stopped_by
         return EXIT_FAILED if self.has_diverged else 0
 
     def _train_remaining_steps(self) -> int:
         if self.is_main:  # only now: a refused recipe leaves the one in the run folder as it was
-            self._open_run_folder()
+            open_run_folder(self.recipe, is_new=self.progress.step == 0)
         if self.progress.step > 0:
             logger.info("continuing after step %d", self.progress.step)
         self.runner.resume(self.progress.step)
@@ -188,20 +178,13 @@ class Trainer:
             return 0
         if not self.is_finished:
             name = Signals(self.stop.number).name
-            logger.info("stopped by %s after step %d; to go on: %s", name, self.progress.step, self._command)
+            logger.info(
+                "stopped by %s after step %d; to go on: %s", name, self.progress.step, command_to_go_on(self.run_folder)
+            )
             return self.stop.number
         if self.recipe.metrics.sample_tokens and self.num_skipped_in_row == 0:
             self._write_sample()
         return 0
-
-    def _open_run_folder(self) -> None:
-        """Write what the run is made of. Records of an attempt that left no checkpoint are kept."""
-        if self.progress.step == 0 and (aside := set_aside(self.run_folder)):
-            logger.warning("%s has records and no checkpoint: they are now in %s", self.run_folder, aside)
-        write_environment(self.run_folder)  # beside it, recipe.toml means this folder
-        # the choice to accept other data was for this resume
-        checkpoint = replace(self.recipe.checkpoint, accept_changed_data=False)
-        write_whole(self.run_folder / "recipe.toml", dump_recipe(replace(self.recipe, checkpoint=checkpoint)))
 
     def _run_steps(self) -> None:
         garbage = GarbageCollection(100)  # every 100 steps, at the same ones on all ranks
@@ -241,7 +224,7 @@ class Trainer:
             self.checkpointer.record_bad_data(problem)
         saved = run_on_rank_zero(lambda: step in self.checkpointer.folders.complete_steps(), self.checkpointer.group)
         done = f"the run is saved after step {step}" if saved else f"nothing was saved after step {step}"
-        self.data.fail(f"{problem} ({done}; to go on after the repair: {self._command})")
+        self.data.fail(f"{problem} ({done}; to go on after the repair: {command_to_go_on(self.run_folder)})")
 
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
@@ -288,60 +271,10 @@ class Trainer:
 
     def _write_sample(self) -> None:
         """Continue a held-out prompt, on all ranks; rank 0 prints it."""
-        metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
-        prompt_BN = self.loader.held_out_prompt(SAMPLE_PROMPT_TOKENS).to(self.device)
-        generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
         with evaluating(self.parts), self.runner.step.capacity.unbounded():
-            tokens_BN = self.model.generate(
-                prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
-            )
+            text = sample(self.model, self.loader, self.recipe, self.device)
         if self.is_main:
-            prompt, text = tokens_BN[0].split([prompt_BN.shape[1], metrics.sample_tokens])
-            print(f"--- held-out prompt ---\n{tokenizer.decode(prompt.tolist())}")
-            print(f"--- the model continues ---\n{tokenizer.decode(text.tolist())}", flush=True)
-
-    def _log_end(self, first_step: int, seconds: float) -> None:
-        """Log the final losses, the time taken, and the place of the model."""
-        losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.meter.last_losses.items())
-        took = timedelta(seconds=round(seconds))
-        logger.info("finished steps %d to %d in %s: %s", first_step, self.progress.step, took, losses)
-        if self.progress.step in self.checkpointer.folders.complete_steps():
-            logger.info("the model is in %s", self.checkpointer.folders.path(self.progress.step))
-        else:
-            logger.info("the model is not saved")
-
-    def _describe_divergence(self) -> str:
-        """Why the run ended in skipped steps, and the ways out."""
-        steps, num_skipped = self.checkpointer.folders.complete_steps(), self.num_skipped_in_row
-        last_update = self.progress.step - num_skipped
-        last = "the last step" if num_skipped == 1 else f"the last {num_skipped} steps"
-        found = f"continues after step {steps[-1]}, its newest checkpoint" if steps else "starts again"
-        if steps and steps[-1] > last_update:
-            found += (
-                f", with the weights of step {last_update}; it continues from an older one if newer ones are removed"
-            )
-        return (
-            f"{self.run_folder} ended at step {self.progress.step}: the gradients of {last} were not finite, so "
-            "nothing was updated, and this step is not saved; lower optim.lr, raise optim.warmup_steps, or take other "
-            f"weights with checkpoint.load_from in another run.folder ({self._command} {found})"
-        )
-
-    def _log_start(self, counts: ModelCounts) -> None:
-        """Log model, ranks and folder, and warn of ignored data, experimental options and forced routing."""
-        model, data = self.recipe.model, self.recipe.data
-        ranks = f"{dist.get_world_size()} x {self.device.type}"
-        logger.info("%s: %s; %s; writing to %s", model.name, counts.in_words(), ranks, self.run_folder)
-        if counts.flops_per_token is None:
-            way_out = f"let it define {FLOPS_HOOK}(seq_len_tokens)"
-            words = 'the FLOPs of model.class = "%s" are unknown, so the metrics have neither TFLOP/s nor MFU: %s; %s'
-            logger.info(words, model.class_, counts.reason, way_out)
-        if data.source == "synthetic" and data.path:
-            logger.warning('data.path = "%s" is not read: data.source = "synthetic"', data.path)
-        if experimental := describe_experimental(self.recipe):
-            logger.warning(experimental)
-        if self.recipe.train.forces_load:
-            effect = "the router's choice is replaced, for benchmarks and tests only"
-            logger.warning('train.forced_load = "%s": %s', self.recipe.train.forced_load, effect)
+            print(text, flush=True)
 
 
 @contextmanager

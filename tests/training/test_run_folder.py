@@ -1,11 +1,12 @@
 """A run that starts anew in a used folder loses no record of the attempt before."""
 
 import logging
+import shlex
 from pathlib import Path
 
 import pytest
 
-from titan_moe.training.earlier_records import set_aside
+from titan_moe.training.run_folder import command_to_go_on, set_aside
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +56,13 @@ def test_set_aside_finds_records_after_an_interrupted_move(tmp_path: Path, monke
     left = [path.name for path in tmp_path.iterdir() if path.is_file()]
     assert kept == names and left == ["recipe.toml"], "the recipe still names this folder"
     assert set_aside(tmp_path) is None
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_of_a_node", "option"), [(1, 1, ""), (4, 4, " --nproc 4"), (4, 2, "")])
+def test_the_command_that_goes_on_names_the_ranks_of_one_node(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, ranks_of_a_node: int, option: str
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: num_ranks)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_a_node))
+    assert command_to_go_on(Path("runs/one")) == f"titan-moe train runs/one/recipe.toml{option}"
+    assert shlex.split(command_to_go_on(Path("my runs/it's")))[2] == "my runs/it's/recipe.toml"
