@@ -184,8 +184,8 @@ def test_checkpoints_of_earlier_versions_mean_the_same(
 
     def noted(self: Progress, state: dict[str, Any]) -> None:
         load(self, state)
-        loaded.extend(each.state_dict() for each in self.adapting.values())
-        began.extend(each.steps_to_wait for each in self.adapting.values() if isinstance(each, CapacityControl))
+        loaded.extend(each.state_dict() for each in self.states.values())
+        began.extend(each.steps_to_wait for each in self.states.values() if isinstance(each, CapacityControl))
 
     monkeypatch.setattr(Progress, "load_state_dict", noted)
     assert run.train() == 0

@@ -39,7 +39,7 @@ class Metric(NamedTuple):
 
     name: str
     words: str | Callable[[Record], object] = ""
-    """On the console: a format of the value, or a function of the record; empty or None: no words."""
+    """On the console: a format of the value, or a function of the record; nothing is said where they are empty."""
     measure: Callable[[StepNumbers], Tensor] | None = None
     reduction: Reduction | None = None
     when: Callable[[Recipe], bool] = lambda recipe: True
@@ -130,11 +130,10 @@ def record_of(step: int, known: Record, recipe: Recipe) -> dict[str, Any]:
 def words_of(record: Record, unit: str) -> list[str]:
     """A record in words for the console, without what is zero or unknown; `unit` is what a rank is."""
     places = {metric.name: place for place, metric in enumerate(METRICS)}
-    words: list[object] = []
-    for metric in sorted(METRICS, key=lambda metric: (places[metric.after or metric.name], bool(metric.after))):
-        if record.get(metric.name) is None:
-            continue
-        format_ = metric.words
-        value = record[metric.name]
-        words.append(format_.format(value, unit=unit) if isinstance(format_, str) else format_(record))
-    return [str(word) for word in words if word]
+    in_order = sorted(METRICS, key=lambda metric: (places[metric.after or metric.name], bool(metric.after)))
+    said = (
+        metric.words.format(record[metric.name], unit=unit) if isinstance(metric.words, str) else metric.words(record)
+        for metric in in_order
+        if record.get(metric.name) is not None
+    )
+    return [str(words) for words in said if words]

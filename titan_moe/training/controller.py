@@ -15,7 +15,7 @@ class Changes(NamedTuple):
     reason: str = ""
 
 
-class Adapting(ABC):
+class NamedState(ABC):
     """State that a run's checkpoints have under a name. All ranks adapt alike, from reduced numbers."""
 
     name: str
@@ -29,7 +29,7 @@ class Adapting(ABC):
         """Go on with the state of an earlier run."""
 
 
-class Controller(Adapting):
+class Controller(NamedState):
     """Follows steps on the host, which reads their metrics after each."""
 
     @property
@@ -47,7 +47,7 @@ class Controller(Adapting):
         """Take note of a step with finite gradients, and return `changes`."""
 
 
-class DeviceController(Adapting):
+class DeviceController(NamedState):
     """Follows steps on the device, within them: the host reads nothing, and a CUDA graph repeats it."""
 
     @property

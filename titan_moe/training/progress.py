@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from titan_moe.training.controller import Adapting
+from titan_moe.training.controller import NamedState
 
 EARLIER_FIELDS = {"capacity": "factor", "skips": "num_in_row"}
 """Fields that checkpoints of earlier versions have as bare numbers (`checkpoint.storage.EARLIER_NAMES`)."""
@@ -13,20 +13,20 @@ EARLIER_FIELDS = {"capacity": "factor", "skips": "num_in_row"}
 class Progress:
     """Steps and tokens of a run so far, and the states of what adapts over its steps, each as JSON under its name."""
 
-    def __init__(self, adapting: Iterable[Adapting] = ()) -> None:
+    def __init__(self, states: Iterable[NamedState] = ()) -> None:
         self.step = 0
         self.tokens_seen = 0
-        self.adapting = {each.name: each for each in adapting}
+        self.states = {state.name: state for state in states}
 
     def state_dict(self) -> dict[str, Any]:
-        states = {name: json.dumps(each.state_dict()) for name, each in self.adapting.items()}
+        states = {name: json.dumps(state.state_dict()) for name, state in self.states.items()}
         return {"step": self.step, "tokens_seen": self.tokens_seen, **states}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
-        for name, each in self.adapting.items():
-            value = state[name]
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.step, self.tokens_seen = saved["step"], saved["tokens_seen"]
+        for name, state in self.states.items():
+            value = saved[name]
             if not isinstance(value, str):
-                each.load_state_dict({EARLIER_FIELDS[name]: value})
+                state.load_state_dict({EARLIER_FIELDS[name]: value})
             elif value:  # earlier versions have an empty one where nothing adapts
-                each.load_state_dict(json.loads(value))
+                state.load_state_dict(json.loads(value))
