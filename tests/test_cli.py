@@ -15,7 +15,7 @@ import pytest
 import titan_moe
 from titan_moe import cli
 from titan_moe.config import Recipe
-from titan_moe.training.failure import EXIT_BAD_RECIPE, EXIT_FAILED, recorded_failures
+from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, recorded_failures
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +50,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
         calls.append((num_ranks, argv))
         return 7
 
-    module = ModuleType("titan_moe.training.launch")
+    module = ModuleType("titan_moe.run.launch")
     module.launch = launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "titan_moe.training.launch", module)
+    monkeypatch.setitem(sys.modules, "titan_moe.run.launch", module)
     return calls
 
 

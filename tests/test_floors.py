@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "titan_moe"
 FLOORS = [
     {"config", "plan", "versions"},
     {"kernels", "titan", "parameters"},
-    {"dispatch", "checkpoint", "optim", "data", "profile"},
+    {"dispatch", "checkpoint", "optim", "data", "profile", "run"},
     {"layers"},
     {"models", "precision", "memory", "compile", "metrics"},
     {"parallel"},

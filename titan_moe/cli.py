@@ -18,9 +18,9 @@ from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE, assumes_nodes, pl
 from titan_moe.config.parse import blame, split_overrides
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
-from titan_moe.training.end_process import end_soon
-from titan_moe.training.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
-from titan_moe.training.parent_death import die_with_parent
+from titan_moe.run.end_process import end_soon
+from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
+from titan_moe.run.parent_death import die_with_parent
 
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_DELAY_S = 3.0
@@ -134,7 +134,7 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     recipe = _load(path, overrides, world_size)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:  # every rank runs this function again, with WORLD_SIZE
         with _imports_frozen():
-            from titan_moe.training.launch import launch
+            from titan_moe.run.launch import launch
         return launch(world_size, [verb, path, *overrides], 60 * recipe.run.step_timeout_minutes)
     _set_variables_of_torch(recipe.run.device)
     _set_up_logging()

@@ -31,7 +31,7 @@ from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.train import RunConfig
 from titan_moe.parallel.mesh import build_meshes
 from titan_moe.parallel.pipeline.messages import Messages, Received
-from titan_moe.training.process import process_group
+from titan_moe.run.process import process_group
 
 CASE = Case(tokens=2048, width=2048, hidden=768, experts=128, choices=8)
 SMOKE = Case(tokens=64, width=16, hidden=8, experts=8, choices=2, kernels="grouped_mm")

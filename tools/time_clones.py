@@ -29,8 +29,8 @@ from titan_moe.config.model import MoEConfig
 from titan_moe.config.parse import split_overrides
 from titan_moe.layers.attention import attention_backend
 from titan_moe.layers.forced_routing import ForcedBalance, ForcedTable
+from titan_moe.run.process import process_group
 from titan_moe.training.build import assemble
-from titan_moe.training.process import process_group
 from titan_moe.training.resolve_kernels import resolve_auto
 
 

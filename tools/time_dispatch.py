@@ -40,7 +40,7 @@ from torch import Tensor
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Recorder
 from titan_moe.config.train import RunConfig
-from titan_moe.training.process import process_group
+from titan_moe.run.process import process_group
 
 READS_HOST = ("alltoall", "hierarchical", PEER)
 WARM_UP_CALLS = 5

@@ -41,8 +41,8 @@ from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.experts import expert_loads, rank_loads, read_scalars
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.run.process import process_group
 from titan_moe.training.build import Assembly, assemble
-from titan_moe.training.process import process_group
 from titan_moe.training.progress import Progress
 from titan_moe.training.resolve_kernels import resolve_auto
 

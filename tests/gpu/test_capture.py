@@ -15,9 +15,9 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.data.packing import Batch
+from titan_moe.run.process import process_group
 from titan_moe.training.build import Assembly, assemble
 from titan_moe.training.evaluate import validation_loss
-from titan_moe.training.process import process_group
 from titan_moe.training.step_runner import StepRunner
 
 pytestmark = pytest.mark.gpu

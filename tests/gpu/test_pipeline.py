@@ -28,8 +28,8 @@ from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.pipeline.messages import Messages
+from titan_moe.run.process import process_group
 from titan_moe.training.build import Assembly
-from titan_moe.training.process import process_group
 
 pytestmark = [pytest.mark.gpu, needs_gpus]
 conftest, capture, commands, symm_mem = map(

@@ -16,8 +16,8 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch import Routed
+from titan_moe.run.process import process_group
 from titan_moe.training.build import Assembly, assemble
-from titan_moe.training.process import process_group
 
 pytestmark = pytest.mark.gpu
 

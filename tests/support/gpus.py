@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.config.train import RunConfig
-from titan_moe.training.device import device_of_rank
+from titan_moe.run.device import device_of_rank
 
 RANKS_PER_GPU = int(os.environ.get("TITAN_MOE_RANKS_PER_GPU", "1"))
 SHARED = (f"--run.ranks_per_gpu={RANKS_PER_GPU}",)

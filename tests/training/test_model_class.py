@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from titan_moe.config import RecipeError, load_recipe
+from titan_moe.run.process import process_group
 from titan_moe.training.model_class import check_parts
-from titan_moe.training.process import process_group
 
 TINY = Path(__file__).with_name("tiny.toml")
 OWN_MODELS = '''

@@ -20,9 +20,9 @@ from titan_moe.config.parse import dump_recipe
 from titan_moe.metrics import table
 from titan_moe.metrics.table import Metric
 from titan_moe.models.transformer import Transformer
+from titan_moe.run.determinism import VARIABLES
 from titan_moe.training import trainer
 from titan_moe.training.build import Assembly, assemble
-from titan_moe.training.determinism import VARIABLES
 
 FIELDS = {
     "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",

@@ -24,22 +24,22 @@ from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.meter import Meter
 from titan_moe.profile.trace import StepTracer, Tracer
+from titan_moe.run.failure import EXIT_FAILED, record_failure
+from titan_moe.run.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
+from titan_moe.run.run_lock import run_lock
+from titan_moe.run.unsaved import UnsavedWarning
+from titan_moe.run.watchdog import Watchdog
 from titan_moe.titan import GarbageCollection
 from titan_moe.training.build import assemble, build_unchecked
 from titan_moe.training.count_class import count_model
 from titan_moe.training.evaluate import evaluating, validation_loss
-from titan_moe.training.failure import EXIT_FAILED, record_failure
 from titan_moe.training.messages import describe_divergence, log_end, log_start
 from titan_moe.training.model_class import check_loss
-from titan_moe.training.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
 from titan_moe.training.progress import Progress
 from titan_moe.training.read_ahead import ReadAhead, UnreadableDataError
 from titan_moe.training.resolve_kernels import resolve_auto
 from titan_moe.training.run_folder import command_to_go_on, open_run_folder
-from titan_moe.training.run_lock import run_lock
 from titan_moe.training.sample import sample
-from titan_moe.training.unsaved import UnsavedWarning
-from titan_moe.training.watchdog import Watchdog
 from titan_moe.training.writable import writable_folders
 
 logger = logging.getLogger("titan_moe")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_moe.training.unsaved import UnsavedWarning
+from titan_moe.run.unsaved import UnsavedWarning
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import atexit, sys, threading, time
 from titan_moe import cli
-from titan_moe.training import end_process
+from titan_moe.run import end_process
 
 atexit.register(print, "exit functions ran")
 def wait_for_ever():

@@ -20,8 +20,8 @@ from titan_moe.config.perf import CompileConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import OptimConfig, RunConfig, TrainConfig
 from titan_moe.data.packing import Batch
+from titan_moe.run.determinism import determinism
 from titan_moe.training.build import assemble
-from titan_moe.training.determinism import determinism
 
 STEPS, MICROBATCHES, TOKENS = 5, 2, 32
 RECIPE = Recipe(

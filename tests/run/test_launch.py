@@ -9,8 +9,8 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from titan_moe.training import launch
-from titan_moe.training.failure import record_failure, recorded_failures
+from titan_moe.run import launch
+from titan_moe.run.failure import record_failure, recorded_failures
 
 pytestmark = [pytest.mark.slow, pytest.mark.launches]
 

@@ -33,7 +33,7 @@ SLEEP_IN_C = "[ctypes.CDLL(None).sleep(1000) for _ in range(1000)]"
 IMPATIENT = """
 import sys
 from titan_moe import cli
-from titan_moe.training import watchdog
+from titan_moe.run import watchdog
 watchdog.STOP_GRACE_S = 2.0
 sys.exit(cli.main())
 """

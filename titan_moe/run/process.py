@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titan_moe.config.train import RunConfig
-from titan_moe.training.determinism import determinism
-from titan_moe.training.device import device_of_rank
-from titan_moe.training.failure import ExitedByItself, record_failure
+from titan_moe.run.determinism import determinism
+from titan_moe.run.device import device_of_rank
+from titan_moe.run.failure import ExitedByItself, record_failure
 
 logger = logging.getLogger("titan_moe")
 

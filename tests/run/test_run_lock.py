@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import RecipeError
-from titan_moe.training.run_lock import run_lock
+from titan_moe.run.run_lock import run_lock
 
 pytestmark = [pytest.mark.slow, pytest.mark.launches]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from titan_moe.training.heartbeat import Heartbeat, Sign, main_thread_place
+from titan_moe.run.heartbeat import Heartbeat, Sign, main_thread_place
 
 INTERVAL_S = 0.02
 

@@ -7,7 +7,7 @@ import torch
 
 from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
-from titan_moe.training.device import device_of_rank
+from titan_moe.run.device import device_of_rank
 
 SET_FOR_SHARED_GPUS = ("NCCL_HOSTID", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 

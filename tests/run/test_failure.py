@@ -11,7 +11,7 @@ from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.config import RecipeError
-from titan_moe.training.failure import first_rank_has_refused, plain_words, record_failure, recorded_failures
+from titan_moe.run.failure import first_rank_has_refused, plain_words, record_failure, recorded_failures
 
 
 def full(path: str | None = None) -> OSError:

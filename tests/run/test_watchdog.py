@@ -1,4 +1,4 @@
-"""Limits of a step's time; tests/training/test_hangs.py lets runs reach them."""
+"""Limits of a step's time; tests/run/test_hangs.py lets runs reach them."""
 
 import signal
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from titan_moe.config.train import RunConfig
-from titan_moe.training.process import process_group
-from titan_moe.training.watchdog import Watchdog
+from titan_moe.run.process import process_group
+from titan_moe.run.watchdog import Watchdog
 
 
 def test_first_step_which_compiles_and_saves_have_six_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
-from titan_moe.training.determinism import determinism
-from titan_moe.training.process import StopSignal, process_group
+from titan_moe.run.determinism import determinism
+from titan_moe.run.process import StopSignal, process_group
 
 
 def test_process_group_without_torchrun_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from titan_moe.config.train import RunConfig
-from titan_moe.training.failure import EXIT_FAILED, record_failure
-from titan_moe.training.flight_recorder import pending_collective
-from titan_moe.training.heartbeat import Heartbeat, Sign, main_thread_place, open_store
-from titan_moe.training.process import EXIT_BY_SIGNAL, PATIENCE, STOP_SIGNALS
+from titan_moe.run.failure import EXIT_FAILED, record_failure
+from titan_moe.run.flight_recorder import pending_collective
+from titan_moe.run.heartbeat import Heartbeat, Sign, main_thread_place, open_store
+from titan_moe.run.process import EXIT_BY_SIGNAL, PATIENCE, STOP_SIGNALS
 
 TICK_S = 1.0
 TICKS_PER_LIMIT = 20

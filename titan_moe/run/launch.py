@@ -18,9 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
-from titan_moe.training.failure import EXIT_BAD_RECIPE, Failure, recorded_failures
-from titan_moe.training.parent_death import LAUNCHER_PID
-from titan_moe.training.process import EXIT_BY_SIGNAL
+from titan_moe.run.failure import EXIT_BAD_RECIPE, Failure, recorded_failures
+from titan_moe.run.parent_death import LAUNCHER_PID
+from titan_moe.run.process import EXIT_BY_SIGNAL
 
 STRAGGLERS_S = 1.0
 """Between two looks at which ranks are left."""

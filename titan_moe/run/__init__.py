@@ -1,0 +1,1 @@
+"""The life of a process: start and launch, device, signals, hangs, failures, end."""
