@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refusals
 from titan_moe.config.explain import explain, list_fields, recipe_with_explanations
 from titan_moe.config.nearest import nearest_key
 from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE, assumes_nodes, planning, ranks_of_a_node, smallest_world
@@ -189,13 +189,13 @@ def _imports_frozen() -> Iterator[None]:
 
 def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
     recipe = load_recipe(path, overrides)
-    problems = check_rules(recipe, world_size)
+    problems = refusals(recipe, world_size)
     ranks = world_size or smallest_world(recipe.parallel)
     if problems and assumes_nodes(ranks):
         with planning(False):
-            elsewhere = check_rules(recipe, ranks)
+            elsewhere = tuple(check_rules(recipe, ranks))
         note = f"nodes of {ranks_of_a_node(ranks)} are assumed: --nproc {ranks} --nproc-per-node says another number"
-        problems = [problem if problem in elsewhere else f"{problem}; {note}" for problem in problems]
+        problems = [problem if problem.startswith(elsewhere) else f"{problem}; {note}" for problem in problems]
     if problems:
         raise RecipeError(blame(problems, path, overrides))
     return recipe

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config import Recipe, RecipeError, load_recipe, refusals
 from titan_moe.config.parallel import planning, smallest_world
 from titan_moe.plan.check_report import describe
 
@@ -34,7 +34,7 @@ def check(
     with planning():
         loaded = _load(recipe, overrides)
         number = num_ranks or smallest_world(loaded.parallel)
-        if problems := check_rules(loaded, number):
+        if problems := refusals(loaded, number):
             raise RecipeError(problems)
         return describe(loaded, number, gpu)
 

@@ -39,7 +39,7 @@ from pathlib import Path
 from rank_processes import Result, run_jobs, run_ranks
 from result_table import Row, append, bubble_share, facts_of, flops_per_token, peer_facts, section, table
 
-from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config import Recipe, RecipeError, load_recipe, refusals
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parse import split_overrides
 from titan_moe.config.recipe import num_microbatches
@@ -165,7 +165,7 @@ def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
     recipe = load_recipe(candidate.recipe, candidate.overrides)
     problems = []
     if not candidate.is_peer:
-        problems = check_rules(recipe, args.nproc)
+        problems = refusals(recipe, args.nproc)
         if args.profile and recipe.run.device == "cpu":
             problems.append('--profile needs a GPU, but run.device = "cpu"; omit it')
     elif candidate.recipe.stem not in PEER_SIZES:

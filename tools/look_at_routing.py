@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config import Recipe, RecipeError, load_recipe, refusals
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.data.loader import build_loader
@@ -75,7 +75,7 @@ def on_one_process(recipe: Recipe, num_tokens: int) -> Recipe:
             micro_batch_sequences=num_sequences,
         ),
     )
-    if problems := check_rules(recipe, 1):
+    if problems := refusals(recipe, 1):
         raise RecipeError(problems)
     return recipe
 

@@ -24,7 +24,7 @@ from rank_processes import append_result, reporting_errors
 from time_steps import open_data, read_batches, synchronised_time
 from torch import Tensor
 
-from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config import Recipe, RecipeError, load_recipe, refusals
 from titan_moe.config.model import MoEConfig
 from titan_moe.config.parse import split_overrides
 from titan_moe.layers.attention import attention_backend
@@ -79,7 +79,7 @@ def time_phases(
     """Take the steps of all phases; the figures of each."""
     recipe = replace(recipe, run=replace(recipe.run, device=device.type))
     recipe = replace(recipe, train=replace(recipe.train, steps=num_steps * len(hot)))
-    if problems := check_rules(recipe, dist.get_world_size()):
+    if problems := refusals(recipe, dist.get_world_size()):
         raise RecipeError(problems)
     recipe = resolve_auto(recipe, device)
     torch.manual_seed(recipe.run.seed)

@@ -33,7 +33,7 @@ from rank_processes import append_result, reporting_errors
 from torch import Tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer
-from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config import Recipe, RecipeError, load_recipe, refusals
 from titan_moe.config.context import sequence_shard
 from titan_moe.config.train import RunConfig
 from titan_moe.data.loader import Loader, build_loader
@@ -93,7 +93,7 @@ def run_job(job: str, recipe: Recipe, device: torch.device, args: argparse.Names
     """Check the recipe for these ranks, and time it."""
     if dist.get_rank() == 0:
         print(f"--- {job}", flush=True)
-    problems = check_rules(replace(recipe, run=replace(recipe.run, device=device.type)), dist.get_world_size())
+    problems = refusals(replace(recipe, run=replace(recipe.run, device=device.type)), dist.get_world_size())
     if problems:
         raise RecipeError(problems)
     fields = json.loads(job)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import load_recipe
-from titan_moe.config.rules.capture import obstacles
+from titan_moe.config.rules.capture import step_can_be_captured
 
 MOE = ["--model.moe.num_experts=4", "--model.moe.ffn_hidden_size=64", "--run.device=cuda"]
 
@@ -13,7 +13,7 @@ MOE = ["--model.moe.num_experts=4", "--model.moe.ffn_hidden_size=64", "--run.dev
 def found(tmp_path: Path, *overrides: str) -> list[str]:
     file = tmp_path / "recipe.toml"
     file.write_text("")
-    return list(obstacles(load_recipe(file, [*MOE, *overrides]), 4))
+    return list(step_can_be_captured.check(load_recipe(file, [*MOE, *overrides]), 4))
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "allgather"])
@@ -25,11 +25,11 @@ def test_capture_of_dispatchers_without_host_reads(tmp_path: Path, dispatcher: s
     ("override", "expected"),
     [
         ("--run.device=cpu", "no CUDA graphs"),
-        ("--parallel.dispatcher=alltoall", 'take "allgather"'),
+        ("--parallel.dispatcher=alltoall", "reads the counts"),
         ("--perf.kernels=reference", "read their offsets"),
-        ("--parallel.cp=2 --parallel.cp_kind=ring", 'not been tested in a capture; take "ulysses"'),
+        ("--parallel.cp=2 --parallel.cp_kind=ring", "not been tested in a capture"),
         ("--perf.override.experts=reference", "read their offsets"),
-        ("--model.class=mine:Model --memory.recompute=block", 'take "experts" or "none"'),
+        ("--model.class=mine:Model --memory.recompute=block", "may draw random numbers"),
     ],
 )
 def test_capture_obstacles_are_named(tmp_path: Path, override: str, expected: str) -> None:

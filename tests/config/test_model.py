@@ -27,10 +27,10 @@ def test_window_of_each_layer(window: int, full_every: int, expected: list[int])
     ("overrides", "message"),
     [
         ("--perf.kernels=grouped_mm", ""),
-        ("--perf.kernels=fused", 'perf.kernels = "fused" needs model.moe.expert_mlp_bias = false; change it, or'),
+        ("--perf.kernels=fused", 'perf.kernels = "fused" needs model.moe.expert_mlp_bias = false'),
         (
             "--perf.kernels=fused --parallel.dispatcher=symm_mem --parallel.overlap=tile",
-            'parallel.overlap = "tile" needs fused experts, which need model.moe.expert_mlp_bias = false; take',
+            'parallel.overlap = "tile" needs fused experts, which need model.moe.expert_mlp_bias = false',
         ),
         ("--model.moe.ffn_hidden_size=63 --perf.kernels=reference", "does not divide model.moe.ffn_hidden_size = 63"),
     ],

@@ -1,13 +1,13 @@
 """Each rule refuses the recipe that breaks it, and only that one."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ways_out import ways_in
 
-from titan_moe.config import RULES, check_rules, load_recipe
-from titan_moe.config.dispatchers import DISPATCHERS
+from titan_moe.config import RULES, Recipe, check_rules, load_recipe, refusals
+from titan_moe.config.schema import all_keys
 
 GOOD = [
     "--model.num_layers=4",
@@ -49,14 +49,17 @@ BROKEN = {
     "class_is_addressable": ("--model.class=Transformer", '"package.module:Class"'),
     "tied_embeddings_have_one_deviation": (
         "--model.embeddings_are_tied=true --model.embedding_init_std=0.5",
-        "embedding_init_std = 0.5 has no effect with model.embeddings_are_tied = true; drop it",
+        "embedding_init_std = 0.5 has no effect with model.embeddings_are_tied = true",
     ),
     "tied_embeddings_decay": (
         "--model.embeddings_are_tied=true --optim.embeddings_decay=false",
-        "optim.embeddings_decay = false has no effect with model.embeddings_are_tied = true; set it to true",
+        "optim.embeddings_decay = false has no effect with model.embeddings_are_tied = true",
     ),
-    "kv_heads_divide_heads": ("--model.attention.num_kv_heads=3", "the divisors are 1, 2, 4, 8"),
-    "rotated_width_is_even": ("--model.attention.head_dim=33", "head_dim = 33 is odd; take 34"),
+    "kv_heads_divide_heads": (
+        "--model.attention.num_kv_heads=3",
+        "num_kv_heads = 3 does not divide model.attention.num_heads = 8",
+    ),
+    "rotated_width_is_even": ("--model.attention.head_dim=33", "head_dim = 33 is odd"),
     "gqa_options_need_gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
     "full_layers_are_some_of_the_layers": (
         "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",
@@ -69,13 +72,16 @@ BROKEN = {
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
     "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layer dense"),
     "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "MoE layers have 16 experts"),
-    "top_k_fits_experts": ("--model.moe.top_k=17", "take at most 16"),
+    "top_k_fits_experts": ("--model.moe.top_k=17", "top_k = 17 exceeds model.moe.num_experts = 16"),
     "one_weight_is_not_normalised": (
         "--model.moe.top_k=1",
-        "set normalize_topk = false, or take a top_k of at least 2",
+        "gives the router no gradient through the scores",
     ),
-    "groups_divide_experts": ("--model.moe.num_groups=3", "the divisors are 1, 2, 4, 8, 16"),
-    "top_k_groups_fit_groups": ("--model.moe.num_groups=4 --model.moe.top_k_groups=5", "take at most 4"),
+    "groups_divide_experts": ("--model.moe.num_groups=3", "num_groups = 3 does not divide model.moe.num_experts = 16"),
+    "top_k_groups_fit_groups": (
+        "--model.moe.num_groups=4 --model.moe.top_k_groups=5",
+        "top_k_groups = 5 exceeds model.moe.num_groups = 4",
+    ),
     "top_k_fits_chosen_groups": (
         "--model.moe.num_groups=8 --model.moe.top_k_groups=1",
         "exceeds the 2 experts in the groups of a token",
@@ -88,85 +94,90 @@ BROKEN = {
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
     "pipeline_options_need_pp": (
         "--parallel.vpp=2",
-        "parallel.vpp = 2 needs a pipeline, but parallel.pp = 1; raise pp",
+        "parallel.vpp = 2 needs a pipeline, but parallel.pp = 1",
     ),
     "vpp_fits_the_schedule": (
         f"{PIPELINE} --parallel.vpp=3 --parallel.pp_schedule=zbv",
-        'vpp = 3 does not fit parallel.pp_schedule = "zbv"; take 2, or "interleaved_1f1b"',
+        'vpp = 3 does not fit parallel.pp_schedule = "zbv"',
     ),
     "stages_have_layers": (
         f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=3",
-        "parallel.pp * vpp = 2 * 3 = 6 stages are more than model.num_layers = 4; take fewer, or define",
+        "parallel.pp * vpp = 2 * 3 = 6 stages are more than model.num_layers = 4",
     ),
     "layout_fits_the_model": (
         f"{PIPELINE} --parallel.pp_layout=Ett|t|L",
-        'parallel.pp_layout = "Ett|t|L": it has 3 layers (t), but model.num_layers = 4; "" divides',
+        'parallel.pp_layout = "Ett|t|L": it has 3 layers (t), but model.num_layers = 4',
     ),
     "microbatches_fill_the_pipeline": (
         "--parallel.pp=2 --train.micro_batch_sequences=4",
-        'makes 1 microbatch a step, but parallel.pp_schedule = "1f1b" with pp = 2 needs 2 or more; take 32 sequences',
+        'makes 1 microbatch a step, but parallel.pp_schedule = "1f1b" with pp = 2 needs 2 or more',
     ),
     "split_backwards_are_possible": (
         f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2",
-        'set parallel.accumulate_unsharded = true, or take pp_schedule = "1f1b" or "interleaved_1f1b"',
+        "after the last weight gradient, which needs parallel.accumulate_unsharded = true",
     ),
     "interleaved_pipeline_has_pairs": (
         f"{ZERO_BUBBLE} {INTERLEAVED}",
-        'pp_schedule = "zbv" has no pairs; take pp_schedule = "1f1b", "interleaved_1f1b" or "dualpipev", or overlap =',
+        'pp_schedule = "zbv" has no pairs',
     ),
     "cp_kind_needs_cp": (
         "--parallel.cp_kind=ring --data.document_attention=true",
-        'parallel.cp_kind = "ring" needs context parallelism, but parallel.cp = 1; raise cp, or set it to "ulysses"',
+        'parallel.cp_kind = "ring" needs context parallelism, but parallel.cp = 1',
     ),
     "cp_divides_sequences": (
         "--parallel.cp=2 --train.seq_len_tokens=129",
-        "parallel.cp * tp = 2 * 1 = 2 does not divide train.seq_len_tokens = 129; take 128 or 130, or parallel.cp = 1",
+        "parallel.cp * tp = 2 * 1 = 2 does not divide train.seq_len_tokens = 129",
     ),
     "cp_divides_heads": (
         "--parallel.cp=4 --model.attention.num_heads=12 --model.attention.num_kv_heads=6",
-        'num_heads = 12 over 6 key/value heads; take 1, 2, 3, 6, 12, or parallel.cp_kind = "allgather"',
+        "num_heads = 12 over 6 key/value heads",
     ),
     "cp_supports_the_recipe": (
         "--parallel.cp=2 --model.class=my.model:Mine",
-        '"my.model:Mine"; take "titan_moe.models.transformer:Transformer", or parallel.cp = 1',
+        '"my.model:Mine"',
     ),
     "ring_supports_the_recipe": (
         f"{RING} --data.document_attention=true",
-        'parallel.cp_kind = "ring" does not support data.document_attention = true; take false, or parallel.cp_kind = '
-        '"allgather" or "ulysses"',
+        'parallel.cp_kind = "ring" does not support data.document_attention = true',
     ),
     "tp_divides_heads": (
         "--parallel.tp=4 --model.attention.num_heads=12 --model.attention.num_kv_heads=6",
-        "num_heads = 12 over 6 key/value heads; take 1, 2, 3, 6, 12",
+        "num_heads = 12 over 6 key/value heads",
     ),
-    "tp_divides_widths": ("--parallel.tp=2 --model.vocab_size=257", "= 257; take 258, or a tp that divides it"),
-    "tp_divides_sequences": ("--parallel.tp=2 --train.seq_len_tokens=129", "take 128 or 130"),
+    "tp_divides_widths": ("--parallel.tp=2 --model.vocab_size=257", "= 257"),
+    "tp_divides_sequences": (
+        "--parallel.tp=2 --train.seq_len_tokens=129",
+        "parallel.tp = 2 does not divide train.seq_len_tokens = 129",
+    ),
     "dp_shard_divides_columns": ("--parallel.tp=2 --model.hidden_size=130", "dp_shard = 4 does not divide"),
     "tp_overlap_is_possible": (
         "--parallel.tp_comm_overlap=true",
-        "has no messages to hide with parallel.tp = 1; take false, or tp = 2",
+        "has no messages to hide with parallel.tp = 1",
     ),
     "tp_supports_the_recipe": (
         "--parallel.tp=2 --model.class=mine:Model",
-        'model.class = "mine:Model"; take "titan_moe.models.transformer:Transformer", or',
+        'model.class = "mine:Model"',
     ),
-    "dp_shard_is_a_size": ("--parallel.dp_shard=0", "-1 for all ranks that the other axes leave"),
+    "dp_shard_is_a_size": (
+        "--parallel.dp_shard=0",
+        "is neither a number of ranks nor -1, for all that the other axes leave",
+    ),
     "dense_view_fills_the_world": ("--parallel.dp_shard=4", "= 4, but the run has 8 ranks"),
     "expert_view_divides_the_world": ("--parallel.dp_replicate=4", "does not divide the 8 ranks"),
-    "ep_divides_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
+    "ep_divides_experts": ("--parallel.ep=6", "parallel.ep = 6 does not divide model.moe.num_experts = 16"),
     "etp_divides_expert_hidden_width": (
         "--parallel.etp=3 --perf.kernels=reference",
-        "parallel.etp = 3 does not divide model.moe.ffn_hidden_size = 64; take 63 or 66, or an etp that divides it",
+        "parallel.etp = 3 does not divide model.moe.ffn_hidden_size = 64",
     ),
-    "ep_needs_experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
+    "ep_needs_experts": ("--model.num_dense_layers=4", "this model has none"),
     "ep_needs_a_dispatcher_that_moves_rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
     "overlap_has_communication": (
         "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=tile",
-        'parallel.dispatcher = "local" has none; set it to "none", or spread the experts with "symm_mem"',
+        'parallel.dispatcher = "local" has none',
     ),
     "dispatcher_supports_overlap": (
         "--parallel.overlap=tile --parallel.dispatcher=alltoall",
-        'by parallel.dispatcher = "alltoall"; take overlap = "microbatch" or "none", or "symm_mem"',
+        'by parallel.dispatcher = "alltoall"',
     ),
     "tile_overlap_needs_fused_experts": (
         "--parallel.overlap=tile --parallel.dispatcher=symm_mem --model.moe.score_on=input",
@@ -174,11 +185,11 @@ BROKEN = {
     ),
     "dispatcher_has_its_device": (
         "--parallel.dispatcher=symm_mem --run.device=cpu",
-        'with run.device = "cpu"; take "allgather" or "alltoall", or run.device = "cuda"',
+        'with run.device = "cpu"',
     ),
     "shared_memory_has_peers": (
         "--parallel.dispatcher=symm_mem --parallel.ep=1",
-        'parallel.ep = 1 leaves one rank in each; take "local", "allgather" or "alltoall", or a larger ep',
+        "parallel.ep = 1 leaves one rank in each",
     ),
     "ep_group_stays_on_a_node": (
         "--parallel.dispatcher=symm_mem --parallel.ep=3",
@@ -186,50 +197,58 @@ BROKEN = {
     ),
     "ep_group_has_nodes": (
         "--parallel.ep_ranks_per_node=2",
-        'has no effect with parallel.dispatcher = "alltoall"; set it to 0, or take "hierarchical"',
+        'has no effect with parallel.dispatcher = "alltoall"',
     ),
     "interleaved_microbatches_run_in_pieces": (
         "--parallel.overlap=microbatch",
-        "accumulate_unsharded = true, or take",
+        "same gathered parameters, which needs parallel.accumulate_unsharded = true",
     ),
     "capacity_factor_fits_the_dispatcher": (
         "--parallel.expert_rank_capacity_factor=1.5",
-        'parallel.dispatcher = "alltoall", whose sizes are exact; set it to 0, or take "allgather" or "symm_mem"',
+        'parallel.dispatcher = "alltoall", whose sizes are exact',
     ),
     "graphs_can_be_captured": (
         "--compile.cudagraph=step",
-        'of every layer on the host; take "allgather" or "symm_mem", or "local" with parallel.ep = 1, or compile.cuda',
+        "of every layer on the host",
     ),
     "edp_divides_expert_width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
-    "batch_divides": ("--train.global_batch_sequences=40", "take 32 or 48"),
-    "validation_divides": ("--validation.num_sequences=8", "take 16"),
-    "grouped_mm_has_the_dtype": ("--precision.compute=fp32 --run.device=cuda", 'run.device = "cuda"; take bf16'),
+    "batch_divides": (
+        "--train.global_batch_sequences=40",
+        "train.global_batch_sequences = 40 is not a multiple of train.micro_batch_sequences * data-par",
+    ),
+    "validation_divides": (
+        "--validation.num_sequences=8",
+        "validation.num_sequences = 8 is not a multiple of train.micro",
+    ),
+    "grouped_mm_has_the_dtype": ("--precision.compute=fp32 --run.device=cuda", 'run.device = "cuda"'),
     "triton_kernels_can_run": (
         "--perf.override.router=triton --run.device=cpu",
-        'perf.override.router = "triton" is a Triton kernel, which does not run with run.device = "cpu"; take "no"',
+        'perf.override.router = "triton" is a Triton kernel, which does not run with run.device = "cpu"',
     ),
     "expert_rows_are_aligned": ("--model.moe.ffn_hidden_size=68", "68 is not a multiple of 8"),
     "master_and_reduce_are_no_coarser_than_compute": (
         "--precision.compute=fp32 --precision.master=bf16 --optim.kind=fused_adamw",
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
-    "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; change it'),
+    "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'precision.master = "fp32" has no optim.kind = "adamw"'),
     "bf16_weights_are_rounded_stochastically": (
         "--precision.master=bf16",
-        'precision.master = "bf16" needs optim.kind = "fused_adamw", and it is "adamw"; change it',
+        'precision.master = "bf16" needs stochastic rounding, which optim.kind = "adamw" has not',
     ),
     "attention_backend_exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
     "dense_masks_fit": (
         f"{ALLGATHER} --train.seq_len_tokens=131072",
-        'parallel.cp_kind = "allgather" needs a dense mask of 65536 * 131072 bytes, 8 GiB, which is more than 1 GiB; '
-        'take perf.attention = "flex"',
+        'parallel.cp_kind = "allgather" needs a dense mask of 65536 * 131072 bytes, 8 GiB, which is more than 1 GiB',
     ),
     "attention_is_deterministic": (
         "--run.is_deterministic=true --perf.attention=cudnn",
-        'run.is_deterministic = true excludes perf.attention = "cudnn"; take "auto", "flash"',
+        'run.is_deterministic = true excludes perf.attention = "cudnn"',
     ),
-    "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
-    "recomputed_experts_exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
+    "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", '"fp64" has no perf.attention = "flex"'),
+    "recomputed_experts_exist": (
+        "--model.num_dense_layers=4 --memory.recompute=experts",
+        "needs layers with experts, and this model has none",
+    ),
     "forced_load_needs_a_router": (
         "--model.num_dense_layers=4 --train.forced_load=balanced",
         'train.forced_load = "balanced" needs layers with experts',
@@ -240,7 +259,7 @@ BROKEN = {
     ),
     "skewed_loads_are_possible": (
         "--model.moe.num_experts=4 --model.moe.top_k=2 --train.forced_load=skewed",
-        "take a parallel.ep of at most 2",
+        "parallel.ep = 4 leaves each rank one of the 4 experts",
     ),
     "options_of_formats_need_a_format": (
         "--precision.wgrad=compute --precision.modules_in_compute=*.out",
@@ -248,36 +267,35 @@ BROKEN = {
     ),
     "formats_have_experts": (
         "--model.num_dense_layers=4 --parallel.ep=1 --precision.experts=fp8_rowwise",
-        'this model has none; take "format", or precision.linears = "fp8_rowwise"',
+        "this model has none",
     ),
     "formats_round_from_bf16": (
         "--precision.linears=fp8_rowwise --precision.compute=fp32",
-        'precision.compute = "fp32" cannot be rounded to fp8_rowwise; take "bf16", or precision.backend = "emulated"',
+        'precision.compute = "fp32" cannot be rounded to fp8_rowwise',
     ),
     "native_formats_are_on_gpus": (
         "--precision.linears=fp8_rowwise --run.device=cpu",
-        'precision.backend = "auto" does not compute fp8_rowwise with run.device = "cpu"; take "emulated", or '
-        'precision.linears = "compute"',
+        'precision.backend = "auto" does not compute fp8_rowwise with run.device = "cpu"',
     ),
     "native_formats_have_kernels": (
         "--precision.linears=mxfp8",
-        'or precision.linears = "compute" or "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"',
+        'precision.linears = "mxfp8" has no native kernels yet',
     ),
     "native_linears_are_triton": (
         "--precision.linears=fp8_rowwise --perf.kernels=reference",
-        'in fp8_rowwise, which are Triton; take precision.backend = "emulated", precision.linears = "compute", or perf',
+        "in fp8_rowwise, which are Triton",
     ),
     "native_experts_are_fused": (
         "--precision.experts=fp8_rowwise --perf.kernels=grouped_mm",
-        'precision.experts = "fp8_rowwise" has no native kernels with "grouped_mm" experts; take perf.kernels',
+        'precision.experts = "fp8_rowwise" has no native kernels with "grouped_mm" experts',
     ),
     "emulated_experts_are_composite": (
         "--precision.experts=fp8_rowwise --precision.backend=emulated --perf.kernels=fused",
-        'replaces fused experts; take perf.kernels = "grouped_mm"',
+        "replaces fused experts",
     ),
     "tokens_are_aligned": (
         "--precision.linears=fp8_rowwise --train.seq_len_tokens=20",
-        "* seq_len_tokens = 40 is not a multiple of 16, which weight gradients in fp8_rowwise need; take 32 or 48",
+        "* seq_len_tokens = 40 is not a multiple of 16, which weight gradients in fp8_rowwise need",
     ),
     "patterns_fit_modules": (
         "--precision.linears=fp8_rowwise --precision.modules_in_compute=*.qvk",
@@ -286,22 +304,25 @@ BROKEN = {
     "some_modules_have_formats": (
         "--precision.linears=fp8_rowwise --precision.num_layers_at_start_in_compute=1 "
         "--precision.num_layers_at_end_in_compute=3",
-        "= 4 keep all of model.num_layers = 4; take fewer",
+        "= 4 keep all of model.num_layers = 4",
     ),
     "folder_is_named": ("--run.folder=", 'run.folder = ""'),
     "source_has_a_path": ("--data.path=", "nothing to read"),
     "datasets_options_need_datasets": ("--data.subset=en", 'data.subset = "en"'),
-    "bytes_fit_the_vocabulary": ("--model.vocab_size=255", "take 256"),
-    "text_has_a_tokenizer": ("--data.tokenizer=", 'take "bytes"'),
+    "bytes_fit_the_vocabulary": ("--model.vocab_size=255", "model.vocab_size = 255 is below the 256 ids"),
+    "text_has_a_tokenizer": ("--data.tokenizer=", 'data.tokenizer = "" names no tokenizer'),
     "streams_hold_out_no_share": (
         "--data.source=datasets --data.is_streamed=true",
         "data.holdout_fraction = 0.1 cannot be taken",
     ),
     "synthetic_data_holds_out_no_share": ("--data.source=synthetic", "data.holdout_fraction = 0.1 has no effect"),
-    "validation_has_data": ("--data.holdout_fraction=0", "set it to 0.01, or every_steps = 0"),
-    "sample_has_a_tokenizer": ("--data.source=tokens --data.tokenizer=", "name the tokenizer"),
-    "sample_has_a_prompt": ("--data.source=synthetic", "set sample_tokens = 0"),
-    "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "take 2 or more, or 0 to keep all"),
+    "validation_has_data": ("--data.holdout_fraction=0", "needs documents that training does not see"),
+    "sample_has_a_tokenizer": (
+        "--data.source=tokens --data.tokenizer=",
+        "metrics.sample_tokens = 8 cannot be read with data.tokenizer",
+    ),
+    "sample_has_a_prompt": ("--data.source=synthetic", 'needs held-out text, but data.source = "synthetic" has none'),
+    "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "keep_latest = 1 is too few; 0 keeps all"),
     "trace_ends_in_the_run": ("--profile.start_step=99", "ends at step 101, after train.steps = 100"),
 }
 
@@ -324,13 +345,29 @@ def test_rules_refuse_what_breaks_them(empty_file: Path, rule: Any) -> None:
     messages = list(rule.check(broken, 8))
     assert any(expected in message for message in messages), messages
     assert f"{messages[0]} ({rule.why})" in check_rules(broken, 8)
+    assert {field for breach in rule.breaches(broken, 8) for field in breach.fields} <= all_keys(Recipe).keys()
     good = load_recipe(empty_file, GOOD)
     assert list(rule.check(good, 8)) == []
 
 
-def test_rules_each_have_a_broken_recipe() -> None:
+def test_ways_out_of_broken_recipes_pass(empty_file: Path) -> None:
+    """Every way that is printed, of every broken recipe: where one rule is broken, all rules pass with it."""
+    without = set()
+    for name, (overrides, _) in BROKEN.items():
+        words = [*GOOD, *overrides.split()]
+        before, told = check_rules(load_recipe(empty_file, words), 8), refusals(load_recipe(empty_file, words), 8)
+        ways = [way for problem in told for way in ways_in(problem)]
+        for way in ways:
+            after = check_rules(load_recipe(empty_file, [*words, *way]), 8)
+            assert len(after) < len(before), (name, way, after)
+        without |= set() if ways else {name}
+    assert without == {"source_has_a_path"}, "it names a path in words"
+
+
+def test_rules_each_have_a_broken_recipe_and_fields() -> None:
     assert set(BROKEN) == {rule.name for rule in RULES}
     assert len(RULES) == len(BROKEN), "names are unique"
+    assert {field for rule in RULES for field in rule.fields} <= all_keys(Recipe).keys()
 
 
 @pytest.mark.parametrize(
@@ -339,7 +376,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--parallel.overlap=tile --parallel.dispatcher=symm_mem --perf.kernels=grouped_mm",
             8,
-            'perf.kernels chooses "grouped_mm" for experts; take "fused", or overlap = "none"',
+            'perf.kernels chooses "grouped_mm" for experts',
         ),
         (
             "--parallel.dp_replicate=3",
@@ -353,7 +390,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--precision.master=fp64 --precision.moments=bf16 --optim.kind=fused_adamw",
             8,
-            'precision.moments = "bf16" is coarser than precision.master = "fp64"; take "master"',
+            'precision.moments = "bf16" is coarser than precision.master = "fp64"',
         ),
         (
             "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cuda",
@@ -362,114 +399,116 @@ def test_rules_each_have_a_broken_recipe() -> None:
         ),
         ("--model.moe.latent_size=12", 8, "model.moe.latent_size = 12 is not a multiple of 8"),
         ("--model.hidden_size=130", 8, "model.hidden_size = 130 is not a multiple of 8"),
-        ("--model.attention.full_attention_every=2", 8, "model.attention.sliding_window = 0; set the window"),
-        ("--model.attention.sliding_window=8 --model.attention.full_attention_every=1", 8, "take 2 or more"),
+        ("--model.attention.full_attention_every=2", 8, "model.attention.sliding_window = 0"),
+        ("--model.attention.sliding_window=8 --model.attention.full_attention_every=1", 8, "leaves no layer to"),
         ("--run.device=cpu --perf.attention=flex", 8, 'perf.attention = "flex" does not exist'),
         (
             "--train.forced_load=skewed --model.moe.top_k=9",
             8,
-            "gives the hottest at most 1.78 times the mean, which is every token, and not 1.8; take a top_k",
+            "gives the hottest at most 1.78 times the mean, which is every token, and not 1.8",
         ),
         ("--model.num_dense_layers=4 --train.forced_load=skewed", 8, 'train.forced_load = "skewed" needs'),
         ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),
         ("--model.attention.rope_theta=1", 8, "model.attention.rope_theta = 1.0 must be above 1"),
         ("--optim.lr=nan", 8, "optim.lr = nan must be finite and above 0"),
-        ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "set it to 0.01, or sample_tokens = 0"),
+        (
+            "--data.holdout_fraction=0 --validation.every_steps=0",
+            8,
+            "needs held-out text, but data.holdout_fraction = 0",
+        ),
         ("--precision.compute=fp64 --perf.override.rotary=triton", None, "has no Triton kernels (rotary)"),
         (
             "--precision.compute=fp32 --perf.override.gradients=triton",
             None,
-            'perf.override.gradients = "triton" adds gradients in bf16 to fp32, not precision.compute = "fp32" to '
-            'precision.master = "fp32"; take "bf16" and',
+            'perf.override.gradients = "triton" adds gradients in bf16 to fp32, not precision.compute = "fp32"',
         ),
-        (f"{INTERLEAVED} --parallel.accumulate_unsharded=false", 8, "set parallel.accumulate_unsharded = true"),
+        (f"{INTERLEAVED} --parallel.accumulate_unsharded=false", 8, "which needs parallel.accumulate_unsharded = true"),
         (
             f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
             8,
-            'take overlap = "tile" or "none", or "allgather" or "alltoall" (tile',
+            'parallel.overlap = "microbatch" is not supported by parallel.dispatcher = "symm_mem" (tile',
         ),
-        (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
+        (f"{INTERLEAVED} --memory.recompute=block", 8, 'runs blocks in pieces, not memory.recompute = "block"'),
         (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'but model.class = "my.model:Mine"'),
         (
             f"{INTERLEAVED} --train.global_batch_sequences=16",
             8,
-            "of 16 sequences over all ranks; take 32 or more",
+            "of 16 sequences over all ranks",
         ),
         (f"{INTERLEAVED} --parallel.dispatcher=local --parallel.ep=1", 8, 'parallel.dispatcher = "local" has none'),
         (
             "--parallel.pp_schedule=zbv",
             8,
-            'parallel.pp_schedule = "zbv" needs a pipeline, but parallel.pp = 1; raise pp',
+            'parallel.pp_schedule = "zbv" needs a pipeline, but parallel.pp = 1',
         ),
         ("--parallel.pp_layout=EttttL", 8, 'parallel.pp_layout = "EttttL" needs a pipeline'),
         (
             f"{PIPELINE} --parallel.vpp=2",
             8,
-            'does not fit parallel.pp_schedule = "1f1b"; take 1, or "interleaved_1f1b"',
+            'does not fit parallel.pp_schedule = "1f1b"',
         ),
         (
             f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b",
             8,
-            'take 2 or more, or "1f1b"',
+            'parallel.vpp = 1 does not fit parallel.pp_schedule = "interleaved_1f1b"',
         ),
         (
             f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=2 --train.global_batch_sequences=20",
             8,
-            'needs a multiple of pp = 2; take 16 or 24 sequences, or pp_schedule = "1f1b", "zbv" or "dualpipev"',
+            "needs a multiple of pp = 2",
         ),
         (
             f"{PIPELINE} --parallel.pp_schedule=dualpipev --parallel.vpp=2 --train.global_batch_sequences=12",
             8,
-            "with pp = 2 needs 4 or more; take 16 sequences, or fewer train.micro_batch_sequences, or pp_schedule",
+            "with pp = 2 needs 4 or more",
         ),
         (
             "--parallel.pp=4 --train.micro_batch_sequences=1 --parallel.pp_layout=E|tttt||L",
             8,
-            "leaves pipeline rank 2 without modules; give one of its stages a layer, or take fewer ranks",
+            "leaves pipeline rank 2 without modules",
         ),
         (
             f"{ZERO_BUBBLE} --memory.recompute=experts",
             8,
-            '"experts" needs whole ones; take "none", or',
+            '"experts" needs whole ones',
         ),
-        (f"{ZERO_BUBBLE} --memory.recompute=block", 8, 'memory.recompute = "block" needs whole ones; take "none", or'),
+        (f"{ZERO_BUBBLE} --memory.recompute=block", 8, 'memory.recompute = "block" needs whole ones'),
         (  # 5 has no divisor between 1 and itself
             "--parallel.dispatcher=hierarchical --parallel.ep=5 --parallel.ep_ranks_per_node=3",
             10,
-            'do not divide parallel.ep = 5; take "alltoall", which',
+            "do not divide parallel.ep = 5",
         ),
-        ("--parallel.ep=8", 4, "does not divide the 4 ranks; start it with --nproc 8, or a multiple"),
-        ("--parallel.tp=4 --parallel.dp_replicate=2", 4, "the 4 ranks; start it with --nproc 8, or a multiple"),
+        ("--parallel.ep=8", 4, "does not divide the 4 ranks"),
+        ("--parallel.tp=4 --parallel.dp_replicate=2", 4, "the 4 ranks"),
         (
             "--parallel.dispatcher=local --run.device=cpu --precision.compute=fp32",
             8,
-            'over ranks; take "allgather" or "alltoall", or ep = 1',
+            "over ranks",
         ),
         (
             "--parallel.overlap=tile --run.device=cpu --precision.compute=fp32",
             8,
-            'take overlap = "microbatch" or "none" (tile',
+            'is not supported by parallel.dispatcher = "alltoall" (tile',
         ),
         (
             "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=tile --run.device=cpu",
             8,
-            'set it to "none" (an option',
+            'parallel.dispatcher = "local" has none (an option',
         ),
         (
             "--parallel.etp=3",
             12,
-            "parallel.etp = 3 does not divide model.moe.ffn_hidden_size = 64; take 48 or 72, or an etp that",
+            "parallel.etp = 3 does not divide model.moe.ffn_hidden_size = 64",
         ),
         (
             "--perf.override.experts=fused --precision.compute=fp32 --run.device=cpu",
             8,
-            'has no "fused" experts (perf.override.experts) with run.device = "cpu"; take bf16, or '
-            'perf.override.experts = "reference"',
+            'has no "fused" experts (perf.override.experts) with run.device = "cpu"',
         ),
         (
             "--precision.compute=fp32 --run.device=cuda",
             8,
-            'has no "grouped_mm" experts (perf.kernels = "auto") with run.device = "cuda"; take bf16, or perf.kernels',
+            'has no "grouped_mm" experts (perf.kernels = "auto") with run.device = "cuda"',
         ),
         (
             "--perf.kernels=fused --precision.compute=fp32",
@@ -479,9 +518,9 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--perf.override.experts=fused --model.moe.score_on=input",
             8,
-            'perf.override.experts = "fused" needs model.moe.score_on = "activation"; change it, or take perf.override',
+            'perf.override.experts = "fused" needs model.moe.score_on = "activation"',
         ),
-        ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
+        ("--parallel.dp_shard=6 --parallel.ep=3", None, "parallel.ep = 3 does not divide model.moe.num_experts = 16"),
         (
             "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=0.5",
             8,
@@ -496,23 +535,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--precision.linears=fp8_rowwise --precision.compute=fp64 --precision.backend=emulated",
             8,
-            'compute = "fp64" cannot be rounded to fp8_rowwise; take "bf16", or precision.linears = "compute"',
-        ),
-        (
-            "--precision.format=fp8_rowwise --precision.linears=compute --precision.compute=fp64",
-            8,
-            'take "bf16", or precision.format = "compute"',
-        ),
-        (
-            "--precision.format=mxfp8 --precision.linears=fp8_rowwise --precision.compute=fp64",
-            8,
-            'take "bf16", or precision.format = "compute" and precision.linears = "compute"',
-        ),
-        (
-            "--precision.format=nvfp4 --precision.linears=fp8_rowwise --precision.experts=fp8_rowwise "
-            "--precision.compute=fp64",
-            8,
-            'take "bf16", or precision.experts = "compute" and precision.linears = "compute"',
+            'compute = "fp64" cannot be rounded to fp8_rowwise',
         ),
         (
             "--precision.experts=mxfp8 --precision.backend=emulated --parallel.overlap=tile "
@@ -528,15 +551,15 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--parallel.cp=2 --parallel.tp=2 --parallel.cp_kind=allgather --train.seq_len_tokens=132",
             8,
-            "2 * parallel.cp * tp = 2 * 2 * 2 = 8 does not divide train.seq_len_tokens = 132; take 128 or 136",
+            "2 * parallel.cp * tp = 2 * 2 * 2 = 8 does not divide train.seq_len_tokens = 132",
         ),
         (
             f"{RING} --train.seq_len_tokens=130",
             8,
-            "2 * parallel.cp * tp = 2 * 2 * 1 = 4 does not divide train.seq_len_tokens = 130; take 128 or 132",
+            "2 * parallel.cp * tp = 2 * 2 * 1 = 4 does not divide train.seq_len_tokens = 130",
         ),
         (f"{RING} --model.attention.kind=mla", 8, 'model.attention.kind = "mla", whose latents are narrower than'),
-        (f"{RING} --model.attention.sliding_window=16", 8, "sliding_window = 16; take 0, or parallel.cp_kind = "),
+        (f"{RING} --model.attention.sliding_window=16", 8, "sliding_window = 16"),
         (
             "--data.document_attention=true --train.seq_len_tokens=32768",
             8,
@@ -547,34 +570,34 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             f"{RING} --perf.attention=efficient --run.device=cuda",
             8,
-            'perf.attention = "efficient", which returns no log-sum-exp of each query; take "auto", or',
+            'perf.attention = "efficient", which returns no log-sum-exp of each query',
         ),
         (
             f"{RING} --run.device=cuda --precision.compute=fp32 --perf.kernels=reference",
             8,
-            'where the kernels of ring attention take bf16; take "bf16", run.device = "cpu", or ',
+            "where the kernels of ring attention take bf16",
         ),
         (  # on a host with GPUs it would fail in the first step
             f"{RING} --precision.compute=fp32 --perf.kernels=reference",
             8,
-            'where the kernels of ring attention take bf16; take "bf16", run.device = "cpu", or ',
+            "where the kernels of ring attention take bf16",
         ),
         (
             f"{RING} --model.attention.head_dim=320",
             8,
-            "head_dim = 320, more than the kernels of ring attention take; take 256, or parallel",
+            "head_dim = 320, more than the kernels of ring attention take",
         ),
         (
             f"{RING} --model.attention.head_dim=36",
             8,
-            "which is not a multiple of 8; take 32 or 40, or",
+            "which is not a multiple of 8",
         ),
         (
             "--parallel.cp=2 --parallel.tp=4 --model.attention.num_heads=4 --model.attention.num_kv_heads=4",
             8,
-            "num_heads = 4 over 4 key/value heads on 4 tp ranks; take 1, or",
+            "num_heads = 4 over 4 key/value heads on 4 tp ranks",
         ),
-        ("--parallel.cp=3 --model.attention.kind=mla --train.seq_len_tokens=96", 12, "num_heads = 8; take 1, 2, 4, 8,"),
+        ("--parallel.cp=3 --model.attention.kind=mla --train.seq_len_tokens=96", 12, "num_heads = 8"),
         ("--parallel.cp=2 --parallel.tp=2 --model.hidden_size=130", 8, "dp_shard * cp = 4 does not divide"),
         (
             "--parallel.cp=2 --precision.linears=fp8_rowwise --train.seq_len_tokens=40",
@@ -584,30 +607,30 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--parallel.dispatcher=hierarchical",
             8,
-            '4 ranks on a node hold all of parallel.ep = 4; take "alltoall" or "symm_mem" within a node',
+            "4 ranks on a node hold all of parallel.ep = 4",
         ),
-        ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=1", 8, 'each node has 1 rank; take "all'),
+        ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=1", 8, "each node has 1 rank"),
         (
             "--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=3",
             8,
-            'ep = 4; take 2, or "alltoall", which does not need equal nodes',
+            "ep = 4",
         ),
         ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=-1", 8, "must be at least 0"),
         (
             "--parallel.tp=2 --parallel.tp_comm_overlap=true --run.device=cpu --precision.compute=fp32",
             8,
-            'parallel.tp_comm_overlap = true needs run.device = "cuda", not "cpu"; take false',
+            'parallel.tp_comm_overlap = true needs run.device = "cuda", not "cpu"',
         ),
         (
             "--parallel.tp=2 --parallel.tp_comm_overlap=true --precision.linears=fp8_rowwise",
             8,
-            'does not support precision.linears = "fp8_rowwise"; take precision.linears = "compute", or',
+            'does not support precision.linears = "fp8_rowwise"',
         ),
-        ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8; take 1, 2, 4, 8 (each tp"),
+        ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8"),
         (
             "--parallel.tp=2 --model.class=my.model:Mine",
             8,
-            '"my.model:Mine"; take "titan_moe',
+            '"my.model:Mine"',
         ),
         ("--parallel.tp=2 --model.ffn_hidden_size=513", 8, "model.ffn_hidden_size = 513"),
         ("--parallel.tp=2 --model.moe.shared_ffn_hidden_size=33", 8, "model.moe.shared_ffn_hidden_size = 33"),
@@ -616,12 +639,12 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             "dp_shard = 4 does not divide model.attention.kv_lora_rank = 30",
         ),
-        ("--parallel.etp=2 --parallel.ep=1 --model.num_dense_layers=4", 8, "this model has none; set etp = 1"),
+        ("--parallel.etp=2 --parallel.ep=1 --model.num_dense_layers=4", 8, "this model has none"),
         ("--parallel.etp=4 --parallel.ep=4", 8, "ep * etp = 1 * 1 * 4 * 4 = 16 does not divide the 8 ranks"),
         (
             "--parallel.etp=4 --model.moe.ffn_hidden_size=48",
             8,
-            "48 is not a multiple of 8 for each of 4 etp ranks, which grouped_mm needs in bf16; take 32 or 64",
+            "48 is not a multiple of 8 for each of 4 etp ranks, which grouped_mm needs in bf16",
         ),
         (
             "--parallel.etp=3 --parallel.ep=2 --parallel.dispatcher=symm_mem",
@@ -632,7 +655,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "--parallel.etp=2 --parallel.ep=1 --model.moe.ffn_hidden_size=60 --model.moe.expert_mlp_bias=true "
             "--perf.kernels=reference --run.device=cpu",
             8,
-            "does not divide model.moe.ffn_hidden_size / etp = 30; take parallel.",
+            "does not divide model.moe.ffn_hidden_size / etp = 30",
         ),
         (
             "--parallel.etp=2 --parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=microbatch",
@@ -757,79 +780,16 @@ def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:
     assert check_rules(load_recipe(empty_file, [*GOOD, *overrides.split()]), 8) == []
 
 
-@pytest.mark.parametrize("ranks_of_a_node", [8, 4, 2])
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "--parallel.dispatcher=local",
-        "--parallel.dispatcher=local --run.device=cpu --precision.compute=fp32",
-        "--parallel.dispatcher=symm_mem --run.device=cpu --precision.compute=fp32",
-        "--parallel.dispatcher=symm_mem --parallel.ep=1",
-        "--parallel.dispatcher=symm_mem --parallel.ep=8",
-        "--parallel.dispatcher=hierarchical --parallel.ep=1",
-        "--parallel.dispatcher=hierarchical --parallel.ep=2",
-        "--parallel.expert_rank_capacity_factor=1.5",
-        "--parallel.expert_rank_capacity_factor=1.5 --parallel.ep=1",
-        "--parallel.ep_ranks_per_node=2",
-        f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
-        "--parallel.dispatcher=alltoall --parallel.overlap=tile --perf.kernels=fused",
-        "--compile.cudagraph=step",
-    ],
-)
-def test_dispatchers_of_a_way_out_pass(
-    empty_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: str, ranks_of_a_node: int
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_a_node))
-    run = [*GOOD, *overrides.split()]
-    for problem in check_rules(load_recipe(empty_file, run), 8):
-        _, _, ways_out = problem.partition("; ")
-        assert "take  " not in problem and "take ," not in problem, problem
-        for name in DISPATCHERS:
-            if f'"{name}"' in ways_out and f'"{name}" with parallel.ep = 1' not in ways_out:
-                assert check_rules(load_recipe(empty_file, [*run, f"--parallel.dispatcher={name}"]), 8) == [], problem
-
-
-@pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [
-        ("", ["parallel.dp_replicate", "model.hidden_size"]),
-        ("--model.moe.num_experts=12", ["parallel.dp_replicate", "model.hidden_size"]),
-        ("--parallel.cp=3 --parallel.cp_kind=allgather --train.seq_len_tokens=252", ["model.hidden_size"]),
-        (
-            "--parallel.dispatcher=alltoall --model.moe.num_experts=12",
-            ["parallel.ep", "parallel.dp_replicate", "model.hidden_size"],
-        ),
-        (
-            "--parallel.etp=2 --model.hidden_size=192 --model.moe.expert_mlp_bias=true",
-            ["parallel.dp_replicate", "model.moe.ffn_hidden_size"],
-        ),
-    ],
-)
-def test_ways_out_of_edp_pass(empty_file: Path, overrides: str, keys: list[str]) -> None:
-    layout = (
-        "--parallel.ep=1 --parallel.dispatcher=local --train.global_batch_sequences=24 --validation.num_sequences=24"
-    )
-    run = [*GOOD, *layout.split(), *overrides.split()]
-    (problem,) = check_rules(load_recipe(empty_file, run), 12)
-    ways_out = re.findall(r"((?:parallel|model)\.[a-z_.]+) = (\d[\d, or]*\d)", problem.partition("; take ")[2])
-    assert "edp = " in problem and [key for key, _ in ways_out] == keys, problem
-    for key, values in ways_out:
-        for value in re.findall(r"\d+", values):
-            assert check_rules(load_recipe(empty_file, [*run, f"--{key}={value}"]), 12) == [], (key, value)
-
-
 def test_rules_answer_at_once_for_any_number_of_ranks(empty_file: Path) -> None:
     problems = check_rules(load_recipe(empty_file, [*GOOD, "--parallel.tp=3"]), 1_000_000_007)  # a prime
-    assert any(
-        "does not divide the 1000000007 ranks; the divisors are 1, 1000000007" in problem for problem in problems
-    )
+    assert any("does not divide the 1000000007 ranks" in problem for problem in problems)
 
 
 def test_rule_of_nodes_reads_the_ranks_of_torchrun(empty_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(empty_file, [*GOOD, "--parallel.dispatcher=symm_mem"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     (problem,) = check_rules(recipe, 8)
-    assert "parallel.ep = 4 does not divide the 2 ranks of a node" in problem and "(1, 2)" in problem
+    assert "parallel.ep = 4 does not divide the 2 ranks of a node" in problem
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert check_rules(recipe, 8) == []
 
@@ -842,9 +802,7 @@ def test_rule_of_two_levels_reads_the_ranks_of_torchrun(empty_file: Path, monkey
 
     assert problems(4) == problems(2) == problems(4, "--parallel.ep_ranks_per_node=2") == []
     assert "each node has 1 rank" in problems(1)[0] and "8 ranks on a node hold all" in problems(8)[0]
-    assert (
-        "3 ranks on a node" in problems(3)[0] and 'take "alltoall", which does not need equal nodes' in problems(3)[0]
-    )
+    assert "3 ranks on a node" in problems(3)[0]
     (spans,) = problems(2, "--parallel.ep_ranks_per_node=4")
     assert "ep_ranks_per_node = 4 does not divide the 2 ranks that torchrun starts" in spans and "(a row" in spans
     etp = ("--parallel.ep=4", "--parallel.etp=2")

@@ -32,7 +32,7 @@ def test_skewed_loads_of_the_recipes(recipe: str, num_ranks: int) -> None:
 
 def test_skewed_loads_are_refused_for_one_expert_a_rank() -> None:
     (obstacle,) = obstacles_to_skew(8, 2, 8)
-    assert "the hottest expert would be the hottest rank" in obstacle and "at most 4" in obstacle
+    assert "the hottest expert would be the hottest rank" in obstacle
 
 
 @pytest.mark.parametrize("num_experts", [2, 4, 6, 8, 16, 60, 64, 128, 256])

@@ -64,8 +64,3 @@ FORMAT_FACTS: dict[Format, FormatFacts] = {
     "nvfp4": FormatFacts(16, 128, (10, 0)),
 }
 """A row for each format but `compute`."""
-
-
-def formats_with(fact: str) -> str:
-    """List the formats of which a fact is true, for a way out: `"fp8_rowwise", "fp8_tensorwise"`."""
-    return ", ".join(f'"{name}"' for name, facts in FORMAT_FACTS.items() if getattr(facts, fact))

@@ -105,8 +105,9 @@ def has_native_experts(recipe: Recipe) -> bool:
 
 def count_native_experts(recipe: Recipe) -> int:
     """Count the layers whose routed experts have a format, and matrix units for it."""
-    has_units = recipe.run.device != "cpu" and recipe.precision.backend != "emulated"
-    return _experts_by_format(recipe).total() - _experts_by_format(recipe)["compute"] if has_units else 0
+    if recipe.run.device == "cpu" or recipe.precision.backend == "emulated":
+        return 0
+    return sum(number for name, number in _experts_by_format(recipe).items() if name != "compute")
 
 
 def matches(patterns: tuple[str, ...], name: str) -> str:

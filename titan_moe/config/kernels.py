@@ -1,6 +1,6 @@
 """The implementations that `perf.kernels` and `[perf.override]` of a recipe choose from."""
 
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 Experts = Literal["grouped_mm", "fused", "reference"]
@@ -60,4 +60,4 @@ PRESETS = {
 
 def choose_kernels(preset: str, override: KernelOverrides) -> Kernels:
     """The preset, with the operations that the recipe overrides."""
-    return replace(PRESETS[preset], **{name: backend for name, backend in asdict(override).items() if backend != "no"})
+    return replace(PRESETS[preset], **{name: backend for name, backend in vars(override).items() if backend != "no"})

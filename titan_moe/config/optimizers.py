@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from titan_moe.config.schema import either
-
 
 @dataclass(frozen=True)
 class OptimizerFacts:
@@ -24,8 +22,3 @@ OPTIMIZERS = {
     ),
 }
 """By `optim.kind`."""
-
-
-def kinds_with(fact: str) -> str:
-    """The kinds with a fact, for a way out: `"adamw"`."""
-    return either(kind for kind, facts in OPTIMIZERS.items() if getattr(facts, fact))

@@ -3,10 +3,7 @@
 Rules and plan depend on facts, not on names. A new schedule is a row here and an order in plan/pipeline/orders.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from titan_moe.config.schema import either
 
 UNBOUNDED = 1_000
 
@@ -45,8 +42,3 @@ SCHEDULES = {
     "dualpipev": ScheduleFacts(2, 2, is_v=True, splits_backward=True, microbatches_per_rank=2, has_pairs=True),
 }
 """By name."""
-
-
-def schedules_that(have: Callable[[ScheduleFacts], bool]) -> str:
-    """List the schedules with a fact, for a way out: `"1f1b" or "interleaved_1f1b"`; empty if none has it."""
-    return either(name for name, facts in SCHEDULES.items() if have(facts))

@@ -115,8 +115,3 @@ class PrecisionConfig:
         given |= {part: [part] for part in PARTS}
         has_format = {name: getattr(self, name) not in ("format", "compute") for name in given}
         return {name: parts for name, parts in given.items() if parts and has_format[name]}
-
-    @property
-    def without_formats(self) -> str:
-        """The same fields, each with the value that gives no format: a way out in messages."""
-        return " and ".join(f'precision.{name} = "compute"' for name in self.fields_with_formats)

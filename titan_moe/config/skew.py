@@ -32,20 +32,19 @@ def skewed_counts(num_experts: int, top_k: int, num_ranks: int) -> list[int]:
 
 
 def obstacles_to_skew(num_experts: int, top_k: int, num_ranks: int) -> Iterator[str]:
-    """Why these loads are impossible, with ways out."""
+    """Why these loads are impossible."""
     if num_ranks < 1 or num_experts % num_ranks:
         return  # another rule refuses this
     if num_experts // num_ranks < 2:
         yield (
             f"parallel.ep = {num_ranks} leaves each rank one of the {num_experts} experts, so the hottest expert would "
             f"be the hottest rank, and both cannot have their loads, {HOTTEST_EXPERT} and {HOTTEST_RANK} times the "
-            f"mean; take a parallel.ep of at most {num_experts // 2}"
+            "mean"
         )
     if HOTTEST_EXPERT * top_k > num_experts:
         yield (
             f"model.moe.top_k = {top_k} of {num_experts} experts gives the hottest at most {num_experts / top_k:.3g} "
-            f"times the mean, which is every token, and not {HOTTEST_EXPERT}; take a top_k of at most "
-            f"{int(num_experts / HOTTEST_EXPERT)}"
+            f"times the mean, which is every token, and not {HOTTEST_EXPERT}"
         )
 
 

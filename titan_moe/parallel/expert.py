@@ -15,7 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titan_moe.config.dispatchers import LOCAL, dispatchers_that, facts_of
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
-from titan_moe.config.rules.rule import inner_divisors
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
@@ -181,7 +180,7 @@ def _problems(
     if facts.shares_memory and memory is None:
         yield f'dispatcher = "{name}" shares memory; give it memory = open_symm_memory(symm_bytes(...), group, device)'
     if facts.has_two_levels and not has_nodes:
-        sizes = inner_divisors(num_ranks)
+        sizes = ", ".join(str(size) for size in range(2, num_ranks) if num_ranks % size == 0)
         yield (
             f'dispatcher = "{name}" needs several nodes of as many ranks, and ranks_per_node = {of_node} of '
             f'{num_ranks} ranks; take {f"{sizes}, or " if sizes else ""}dispatcher = "alltoall"'

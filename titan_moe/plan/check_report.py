@@ -10,9 +10,10 @@ from titan_moe.config.experimental import describe_experimental
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
-from titan_moe.config.rules import check_rules
-from titan_moe.config.rules.capture import obstacles
+from titan_moe.config.rules import RULES, check_rules
+from titan_moe.config.rules.capture import step_can_be_captured
 from titan_moe.config.schema import counted, in_toml
+from titan_moe.config.ways_out import Search
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
 from titan_moe.plan.fit import warn_of_excess
 from titan_moe.plan.format_choice import FASTER_FROM, choose_formats, describe_formats
@@ -204,7 +205,8 @@ def _pipeline_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
 def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     if recipe.run.device == "cpu":
         return []
-    problems = list(obstacles(recipe, world_size))
+    rules = [*RULES, step_can_be_captured]
+    problems = Search(recipe, lambda changed: rules, lambda changed: world_size).refusals()
     if not problems:
         return [("CUDA graph", f"{recipe.compile.cudagraph}; the step can be captured")]
     return _labelled("CUDA graph", ["the step cannot be captured:", *problems])

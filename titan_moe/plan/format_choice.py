@@ -85,10 +85,11 @@ def resolve_backend(precision: PrecisionConfig, capability: Capability | None) -
     if precision.backend == "emulated":
         return "emulated"
     where = "this device is no GPU" if capability is None else f"this GPU has {dotted(capability)}"
+    others = " and ".join(f'precision.{name} = "compute"' for name in precision.fields_with_formats)
     problems = [
         f'precision.backend = "{precision.backend}" computes {name} on GPUs of compute capability '
         f"{dotted(FORMAT_FACTS[name].capability)} and later, and {where}; take precision.backend = "
-        f'"emulated" for its numerics without its speed, or {precision.without_formats}'
+        f'"emulated" for its numerics without its speed, or {others}'
         for name in precision.formats
         if capability is None or capability < FORMAT_FACTS[name].capability
     ]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
-from titan_moe.config import Recipe, RecipeError, check_rules
+from titan_moe.config import Recipe, RecipeError, refusals
 from titan_moe.config.context import sequence_shard
 from titan_moe.config.kernels import DEFAULT_KERNELS
 from titan_moe.config.model import ModelConfig
@@ -56,7 +56,7 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
     """
     with process_group(recipe.run) as device, Watchdog(recipe.run) as watchdog:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
-        problems = check_rules(recipe, dist.get_world_size())
+        problems = refusals(recipe, dist.get_world_size())
         if problems:
             raise RecipeError(problems)
         with ExitStack() as lock, attention_backend(recipe.perf.attention):

@@ -14,11 +14,11 @@ from titan_moe.config.rules.perf import PERF_RULES
 from titan_moe.config.rules.pipeline import PIPELINE_RULES
 from titan_moe.config.rules.precision import PRECISION_RULES
 from titan_moe.config.rules.ranges import RANGE_RULES, has_excessive_numbers
-from titan_moe.config.rules.rule import Rule
+from titan_moe.config.rules.rule import Breach, Rule
 from titan_moe.config.rules.run import RUN_RULES
 from titan_moe.config.rules.tensor import TENSOR_RULES
 
-__all__ = ["RULES", "Rule", "check_rules"]
+__all__ = ["RULES", "Rule", "breaches_of", "check_rules", "ranks_of", "rules_of"]
 
 RULES: list[Rule] = [
     *RANGE_RULES,
@@ -36,10 +36,25 @@ RULES: list[Rule] = [
 
 
 def check_rules(recipe: Recipe, world_size: int | None = None) -> list[str]:
-    """Collect every breach of every rule, with its reason; an empty list if the recipe may run.
+    """Collect every breach of every rule, with its reason; an empty list if the recipe may run. `config.ways_out` adds
+    ways out.
 
     The default `world_size` is the fewest ranks that the recipe fits. Numbers above their range are refused alone.
     """
-    ranks = smallest_world(recipe.parallel) if world_size is None else world_size
-    rules = RANGE_RULES if has_excessive_numbers(recipe) else RULES
-    return [f"{message} ({rule.why})" for rule in rules for message in rule.check(recipe, max(ranks, 1))]
+    return [str(breach) for breach in breaches_of(recipe, world_size)]
+
+
+def breaches_of(recipe: Recipe, world_size: int | None = None) -> list[Breach]:
+    """The same before it is put in words."""
+    ranks = ranks_of(recipe, world_size)
+    return [breach for rule in rules_of(recipe) for breach in rule.breaches(recipe, ranks)]
+
+
+def rules_of(recipe: Recipe) -> list[Rule]:
+    """The rules that answer at once."""
+    return RANGE_RULES if has_excessive_numbers(recipe) else RULES
+
+
+def ranks_of(recipe: Recipe, world_size: int | None) -> int:
+    """The number of ranks for rules."""
+    return max(smallest_world(recipe.parallel) if world_size is None else world_size, 1)

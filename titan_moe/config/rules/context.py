@@ -5,47 +5,46 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import is_no_divisor, nearest_multiples, rule, rules_in
+from titan_moe.config.rules.rule import Problem, is_no_divisor, rule, rules_in
 
-NO_CP = "parallel.cp = 1"
-ALLGATHER = 'parallel.cp_kind = "allgather"'
-NO_RING = 'parallel.cp_kind = "allgather" or "ulysses"'
 HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM = 8, 256
 """Of the kernels of ring attention for GPUs."""
 
 
-@rule("an option without effect hides a mistake")
+@rule("an option without effect hides a mistake", "parallel.cp_kind cp")
 def cp_kind_needs_cp(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.cp == 1 and p.cp_kind != ParallelConfig.cp_kind:
-        yield (
-            f'parallel.cp_kind = "{p.cp_kind}" needs context parallelism, but {NO_CP}; raise cp, or set it to '
-            f'"{ParallelConfig.cp_kind}"'
-        )
+        yield f'parallel.cp_kind = "{p.cp_kind}" needs context parallelism, but parallel.cp = 1'
 
 
-@rule("each rank has an equal part of every sequence: with ulysses one chunk, else one chunk from each end")
+@rule(
+    "each rank has an equal part of every sequence: with ulysses one chunk, else one chunk from each end",
+    "parallel.cp tp cp_kind",
+    "train.seq_len_tokens",
+)
 def cp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_tokens = recipe.parallel, recipe.train.seq_len_tokens
     if p.cp > 1 and is_no_divisor(p.length_multiple, num_tokens):
         chunks = "2 * " if p.cp_kind != "ulysses" else ""
-        yield (
+        yield Problem(
             f"{chunks}parallel.cp * tp = {chunks}{p.cp} * {p.tp} = {p.length_multiple} does not divide "
-            f"train.seq_len_tokens = {num_tokens}; take {nearest_multiples(num_tokens, p.length_multiple)}, or {NO_CP}"
+            f"train.seq_len_tokens = {num_tokens}",
+            steps=[p.length_multiple],
         )
 
 
-@rule("with ulysses each rank computes whole heads, which share a key/value head with the same number of others")
+@rule(
+    "with ulysses each rank computes whole heads, which share a key/value head with the same number of others",
+    "parallel.cp cp_kind tp",
+    "model.attention.num_heads num_kv_heads",
+)
 def cp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, a = recipe.parallel, recipe.model.attention
     if p.cp > 1 and p.cp_kind == "ulysses" and not _heads_fit(recipe, p.cp):
         shared = f" over {a.num_kv_heads} key/value heads" if a.kind == "gqa" else ""
         of_tp = f" on {p.tp} tp ranks" if p.tp > 1 else ""
-        sizes = ", ".join(str(size) for size in range(1, a.num_heads + 1) if _heads_fit(recipe, size))
-        yield (
-            f"parallel.cp = {p.cp} does not divide model.attention.num_heads = {a.num_heads}{shared}{of_tp}; "
-            f"take {sizes}, or {ALLGATHER}"
-        )
+        yield f"parallel.cp = {p.cp} does not divide model.attention.num_heads = {a.num_heads}{shared}{of_tp}"
 
 
 def _heads_fit(recipe: Recipe, cp: int) -> bool:
@@ -56,42 +55,45 @@ def _heads_fit(recipe: Recipe, cp: int) -> bool:
     return num_heads % cp == 0 and (num_kv_heads % cp == 0 or cp % num_kv_heads == 0)
 
 
-@rule("context parallelism does not support this setting")
+@rule("context parallelism does not support this setting", "parallel.cp", "model.class")
 def cp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     m, p = recipe.model, recipe.parallel
     if p.cp > 1 and m.class_ != ModelConfig.class_:
-        ways_out = f'"{ModelConfig.class_}", or {NO_CP}'
-        yield f'parallel.cp = {p.cp} does not support model.class = "{m.class_}"; take {ways_out}'
+        yield f'parallel.cp = {p.cp} does not support model.class = "{m.class_}"'
 
 
-@rule("ring attention reads one block of keys after the other, plain causal, and merges results by the log-sum-exp")
+@rule(
+    "ring attention reads one block of keys after the other, plain causal, and merges results by the log-sum-exp",
+    "parallel.cp_kind",
+)
 def ring_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.cp > 1 and recipe.parallel.cp_kind == "ring":
-        for found, way_out in _unsupported_by_ring(recipe):
-            yield f'parallel.cp_kind = "ring" does not support {found}; take {way_out}'
+        for found, *fields in _unsupported_by_ring(recipe):
+            problem = f'parallel.cp_kind = "ring" does not support {found}'
+            yield Problem(problem, "parallel.cp_kind", *fields, steps=[HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM])
 
 
-def _unsupported_by_ring(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield each setting of a recipe that ring attention does not support, with a way out."""
+def _unsupported_by_ring(recipe: Recipe) -> Iterator[tuple[str, ...]]:
+    """Yield each setting of a recipe that ring attention does not support, with its fields."""
     m, a, backend = recipe.model, recipe.model.attention, recipe.perf.attention
     compute, num_tokens = recipe.precision.compute, recipe.train.seq_len_tokens
     if a.kind == "mla":
-        yield 'model.attention.kind = "mla", whose latents are narrower than its keys and values', NO_RING
+        yield ('model.attention.kind = "mla", whose latents are narrower than its keys and values',)
     if recipe.data.document_attention:
-        yield "data.document_attention = true", f"false, or {NO_RING}"
+        yield "data.document_attention = true", "data.document_attention"
     if any(a.window(layer, num_tokens) < num_tokens for layer in range(m.num_layers)):
-        yield f"model.attention.sliding_window = {a.sliding_window}", f"0, or {NO_RING}"
+        yield f"model.attention.sliding_window = {a.sliding_window}", "model.attention.sliding_window"
     if backend in ("efficient", "math"):
-        yield f'perf.attention = "{backend}", which returns no log-sum-exp of each query', f'"auto", or {NO_RING}'
+        yield f'perf.attention = "{backend}", which returns no log-sum-exp of each query', "perf.attention"
     if recipe.run.device != "cpu" and compute != "bf16":
-        ways_out = f'"bf16", run.device = "cpu", or {NO_RING}'
-        yield f'precision.compute = "{compute}" on GPUs, where the kernels of ring attention take bf16', ways_out
+        found = f'precision.compute = "{compute}" on GPUs, where the kernels of ring attention take bf16'
+        yield found, "precision.compute", "run.device"
     if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim % HEAD_DIM_MULTIPLE:
-        ways_out = f"{nearest_multiples(a.head_dim, HEAD_DIM_MULTIPLE)}, or {NO_RING}"
-        yield f"model.attention.head_dim = {a.head_dim}, which is not a multiple of {HEAD_DIM_MULTIPLE}", ways_out
+        found = f"model.attention.head_dim = {a.head_dim}, which is not a multiple of {HEAD_DIM_MULTIPLE}"
+        yield found, "model.attention.head_dim"
     if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim > LARGEST_HEAD_DIM:
-        ways_out = f"{LARGEST_HEAD_DIM}, or {NO_RING}"
-        yield f"model.attention.head_dim = {a.head_dim}, more than the kernels of ring attention take", ways_out
+        found = f"model.attention.head_dim = {a.head_dim}, more than the kernels of ring attention take"
+        yield found, "model.attention.head_dim"
 
 
 CONTEXT_RULES = rules_in(globals())

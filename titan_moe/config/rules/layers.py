@@ -1,6 +1,7 @@
 """The rules that layers keep by themselves, in a model that no recipe describes."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -12,14 +13,65 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.attention import ATTENTION_RULES
 from titan_moe.config.rules.model import MODEL_RULES
 from titan_moe.config.rules.moe import MOE_RULES
-from titan_moe.config.rules.perf import expert_rows_are_aligned, unaligned_expert_rows
-from titan_moe.config.rules.ranges import numbers_out_of_range
-from titan_moe.config.rules.rule import Rule
+from titan_moe.config.rules.perf import expert_rows_are_aligned
+from titan_moe.config.rules.ranges import numbers_are_in_range, numbers_out_of_range
+from titan_moe.config.rules.rule import Problem, Rule, rule
 from titan_moe.config.schema import Key, in_toml, keys_of, type_in_words
+from titan_moe.config.ways_out import Search
 
 SECTIONS = {"model": ModelConfig, "model.attention": AttentionConfig, "model.moe": MoEConfig, "kernels": Kernels}
 """Fields that a derived class adds are its own."""
 NUMBERS = {int: Integral, float: Real}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a layer or a model is built of."""
+
+    model: ModelConfig
+    kernels: Kernels
+
+    @property
+    def recipe(self) -> Recipe:
+        """A recipe with these fields. In fp32: a layer gets its dtype after it is built, and no wider one has kernels
+        of experts."""
+        return Recipe(model=self.model, perf=PerfConfig(self.kernels.experts), precision=PrecisionConfig("fp32"))
+
+
+@rule("the router chooses among them", "model.moe.num_experts")
+def moe_layers_have_experts(layers: Layers, world_size: int) -> Iterator[str]:
+    if layers.model.moe.num_experts == 0:
+        yield "model.moe.num_experts = 0, and a MoE layer has experts"
+
+
+@rule("rows are gathered inside a GEMM, where no score is applied, and no GEMM adds a bias", "kernels.experts")
+def fused_experts_have_their_needs(layers: Layers, world_size: int) -> Iterator[str]:
+    for need in layers.model.moe.unmet_needs_of_fused if layers.kernels.experts == "fused" else ():
+        yield Problem(f'kernels.experts = "fused" needs {need}', need.partition(" ")[0], "kernels.experts")
+
+
+def _of_layers(of_recipe: Rule) -> Rule:
+    """A rule of recipes where there is none."""
+
+    def check(layers: Layers, world_size: int) -> Iterator[str]:
+        for breach in of_recipe.breaches(layers.recipe, 1):
+            fields = [field.replace("perf.kernels", "kernels.experts") for field in breach.fields]
+            yield Problem(breach.problem, *fields, steps=breach.problem.steps)
+
+    return replace(of_recipe, check=check)
+
+
+def _ranges(*sections: str) -> Rule:
+    return replace(numbers_are_in_range, check=lambda layers, world_size: numbers_out_of_range(layers.recipe, sections))
+
+
+OF_EXPERTS = [_of_layers(expert_rows_are_aligned), fused_experts_have_their_needs]
+OF_MOE = [_ranges("model", "model.moe"), *map(_of_layers, MOE_RULES), moe_layers_have_experts, *OF_EXPERTS]
+OF_ATTENTION = [_ranges("model", "model.attention"), *map(_of_layers, ATTENTION_RULES)]
+OF_A_MODEL = [
+    _ranges("model", "model.attention", "model.moe"),
+    *map(_of_layers, [*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES]),
+]
 
 
 def check_moe(config: ModelConfig, kernels: Kernels) -> None:
@@ -28,7 +80,7 @@ def check_moe(config: ModelConfig, kernels: Kernels) -> None:
     Raises: ValueError with all problems and their ways out.
     """
     _refuse(_wrong_values({"model": config, "model.moe": config.moe, "kernels": kernels}))
-    _refuse([*_breaches(config, ["model", "model.moe"], MOE_RULES), *_obstacles_to_experts(config, kernels)])
+    _refuse(_refusals(config, kernels, OF_MOE))
 
 
 def check_attention(config: ModelConfig, kernels: Kernels) -> None:
@@ -37,7 +89,7 @@ def check_attention(config: ModelConfig, kernels: Kernels) -> None:
     Raises: ValueError with all problems and their ways out.
     """
     _refuse(_wrong_values({"model": config, "model.attention": config.attention, "kernels": kernels}))
-    _refuse(_breaches(config, ["model", "model.attention"], ATTENTION_RULES))
+    _refuse(_refusals(config, kernels, OF_ATTENTION))
 
 
 def check_model(config: ModelConfig, kernels: Kernels) -> None:
@@ -47,8 +99,8 @@ def check_model(config: ModelConfig, kernels: Kernels) -> None:
     """
     sections = {"model": config, "model.attention": config.attention, "model.moe": config.moe}
     _refuse(_wrong_values({**sections, "kernels": kernels}))
-    of_experts = _obstacles_to_experts(config, kernels) if config.num_moe_layers > 0 else ()
-    _refuse([*_breaches(config, [*sections], [*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES]), *of_experts])
+    rules = [*OF_A_MODEL, *OF_EXPERTS] if config.num_moe_layers > 0 else OF_A_MODEL
+    _refuse(_refusals(config, kernels, rules))
 
 
 def _wrong_values(sections: Mapping[str, Any]) -> Iterator[str]:
@@ -66,22 +118,8 @@ def _fits(key: Key, value: Any) -> bool:
     return isinstance(value, NUMBERS.get(key.type, key.type))
 
 
-def _breaches(config: ModelConfig, sections: Sequence[str], rules: Sequence[Rule]) -> Iterator[str]:
-    recipe = Recipe(model=config)
-    yield from numbers_out_of_range(recipe, sections)
-    for rule in rules:
-        yield from (f"{message} ({rule.why})" for message in rule.check(recipe, 1))
-
-
-def _obstacles_to_experts(config: ModelConfig, kernels: Kernels) -> Iterator[str]:
-    if config.moe.num_experts == 0:
-        yield "model.moe.num_experts = 0, and a MoE layer has experts; set their number"
-    # in fp32: a layer gets its dtype after it is built, and no wider one has these kernels
-    recipe = Recipe(model=config, perf=PerfConfig(kernels.experts), precision=PrecisionConfig("fp32"))
-    for message in unaligned_expert_rows(recipe, "kernels.experts"):
-        yield f"{message} ({expert_rows_are_aligned.why})"
-    for need in config.moe.unmet_needs_of_fused if kernels.experts == "fused" else ():
-        yield f'kernels.experts = "fused" needs {need}; change it, or take kernels.experts = "grouped_mm"'
+def _refusals(config: ModelConfig, kernels: Kernels, rules: list[Rule]) -> list[str]:
+    return Search(Layers(config, kernels), lambda layers: rules, lambda layers: 1).refusals()
 
 
 def _refuse(problems: Iterable[str]) -> None:

@@ -5,63 +5,74 @@ from dataclasses import asdict
 
 from titan_moe.config.forced_loads import FORCED_LOADS
 from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
-from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
+from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.capture import obstacles
-from titan_moe.config.rules.rule import key_of_kernel, nearest_multiples, rule, rules_in
+from titan_moe.config.rules.capture import step_can_be_captured
+from titan_moe.config.rules.rule import Problem, key_of_kernel, rule, rules_in
 from titan_moe.config.skew import obstacles_to_skew
 
 LARGEST_DENSE_MASK_GIB = 1
 """Of a mask for SDPA, which has a byte for each pair of a query and a key; 32,768 tokens without cp."""
 
 
-@rule("torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only")
+@rule(
+    "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only",
+    "precision.compute",
+    "run.device",
+    "perf.kernels",
+    "perf.override.experts",
+)
 def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     experts, compute, device = recipe.perf.chosen_kernels.experts, recipe.precision.compute, recipe.run.device
     allowed = ["bf16"] if device == "cuda" or experts == "fused" else ["bf16", "fp32"]
     if recipe.model.num_moe_layers > 0 and experts != "reference" and compute not in allowed:
         key = key_of_kernel(recipe, "experts")
         chosen = f'perf.kernels = "{recipe.perf.kernels}"' if key == "perf.kernels" else key
-        yield (
-            f'precision.compute = "{compute}" has no "{experts}" experts ({chosen}) with run.device = "{device}"; '
-            f'take {" or ".join(allowed)}, or {key} = "reference"'
-        )
+        problem = f'precision.compute = "{compute}" has no "{experts}" experts ({chosen}) with run.device = "{device}"'
+        yield Problem(problem, "precision.compute", key, "run.device")
 
 
-@rule("Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them")
+@rule(
+    "Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them",
+    "perf.kernels",
+    "precision.compute master",
+    "run.device",
+)
 def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels
     triton = [name for name, backend in asdict(kernels).items() if backend in ("fused", "triton")]
     if triton and recipe.precision.compute == "fp64":
-        yield (
-            f'precision.compute = "fp64" has no Triton kernels ({", ".join(triton)}); take perf.kernels = "reference" '
-            "without overrides"
+        keys = sorted({key_of_kernel(recipe, name) for name in triton})
+        yield Problem(
+            f'precision.compute = "fp64" has no Triton kernels ({", ".join(triton)})', *keys, "precision.compute"
         )
     if triton and recipe.run.device == "cpu":
         overridden = [name for name in triton if getattr(recipe.perf.override, name) != "no"]
         rest = [name for name in triton if name not in overridden]
         for name in overridden:
-            yield (
-                f'perf.override.{name} = "{getattr(kernels, name)}" is a Triton kernel, which does not run with '
-                'run.device = "cpu"; take "no"'
+            key = f"perf.override.{name}"
+            problem = (
+                f'{key} = "{getattr(kernels, name)}" is a Triton kernel, which does not run with run.device = "cpu"'
             )
+            yield Problem(problem, key, "run.device")
         if rest:
             yield (
                 f'perf.kernels = "{recipe.perf.kernels}" chooses Triton kernels ({", ".join(rest)}), which do not run '
-                'with run.device = "cpu"; take "grouped_mm" or "reference"'
+                'with run.device = "cpu"'
             )
     if kernels.experts == "fused" and recipe.model.num_moe_layers > 0:
         key = key_of_kernel(recipe, "experts")
         for need in recipe.model.moe.unmet_needs_of_fused:
-            yield f'{key} = "fused" needs {need}; change it, or take {key} = "grouped_mm"'
+            yield Problem(f'{key} = "fused" needs {need}', need.partition(" ")[0], key)
     p = recipe.precision
     if kernels.gradients == "triton" and (p.compute, p.master) != ("bf16", "fp32"):
         key = key_of_kernel(recipe, "gradients")
-        yield (
+        yield Problem(
             f'{key} = "{"fused" if key == "perf.kernels" else "triton"}" adds gradients in bf16 to fp32, not '
-            f'precision.compute = "{p.compute}" to precision.master = "{p.master}"; take "bf16" and "fp32", or '
-            'perf.override.gradients = "torch"'
+            f'precision.compute = "{p.compute}" to precision.master = "{p.master}"',
+            "precision.compute master",
+            "perf.override.gradients",
         )
 
 
@@ -72,13 +83,8 @@ def multiple_of_expert_rows(recipe: Recipe) -> int:
     return GROUPED_MM_STRIDE_BYTES // BYTES_OF_DTYPE[recipe.precision.compute]
 
 
-@rule("grouped_mm needs row strides that are multiples of 16 bytes")
+@rule("grouped_mm needs row strides that are multiples of 16 bytes", "precision.compute")
 def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
-    yield from unaligned_expert_rows(recipe, key_of_kernel(recipe, "experts"))
-
-
-def unaligned_expert_rows(recipe: Recipe, field_of_kernels: str) -> Iterator[str]:
-    """The widths of experts that their kernels do not take in the dtype of compute."""
     model, step = recipe.model, multiple_of_expert_rows(recipe)
     if model.num_moe_layers <= 0 or step == 1:
         return
@@ -88,58 +94,61 @@ def unaligned_expert_rows(recipe: Recipe, field_of_kernels: str) -> Iterator[str
     for key, (width, parts) in widths.items():
         if width % (step * parts):
             split = f" for each of {parts} etp ranks" if parts > 1 else ""
-            multiples = nearest_multiples(width, step * parts)
-            yield (
+            yield Problem(
                 f"model.{key} = {width} is not a multiple of {step}{split}, which grouped_mm needs in "
-                f'{recipe.precision.compute}; take {multiples}, or {field_of_kernels} = "reference"'
+                f"{recipe.precision.compute}",
+                f"model.{key}",
+                key_of_kernel(recipe, "experts"),
+                steps=[step * parts],
             )
 
 
-@rule("gradients would lose digits before the update")
+@rule("gradients would lose digits before the update", "precision.master reduce compute")
 def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     for key in ("master", "reduce"):
         if BYTES_OF_DTYPE[getattr(p, key)] < BYTES_OF_DTYPE[p.compute]:
-            yield (
-                f'precision.{key} = "{getattr(p, key)}" is coarser than precision.compute = "{p.compute}"; '
-                f'take "{p.compute}" or finer'
-            )
+            problem = f'precision.{key} = "{getattr(p, key)}" is coarser than precision.compute = "{p.compute}"'
+            yield Problem(problem, f"precision.{key} compute")
 
 
-@rule("adamw has one dtype for parameters and moments; fused_adamw computes in fp32 on GPUs")
+@rule(
+    "adamw has one dtype for parameters and moments; fused_adamw computes in fp32 on GPUs",
+    "precision.moments master",
+    "optim.kind",
+)
 def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, kind = recipe.precision, recipe.optim.kind
     if p.master == "fp64" and p.moments_dtype != "fp64":
-        yield f'precision.moments = "{p.moments}" is coarser than precision.master = "fp64"; take "master"'
+        yield f'precision.moments = "{p.moments}" is coarser than precision.master = "fp64"'
     elif p.moments_dtype != p.master and not OPTIMIZERS[kind].has_own_moments:
-        yield (
-            f'precision.moments = "{p.moments}" beside precision.master = "{p.master}" needs optim.kind = '
-            f'{kinds_with("has_own_moments")}; change it, or take precision.moments = "master"'
-        )
+        yield f'precision.moments = "{p.moments}" beside precision.master = "{p.master}" has no optim.kind = "{kind}"'
     if p.master == "fp64" and recipe.run.device == "cuda" and not OPTIMIZERS[kind].takes_fp64_on_gpus:
-        yield (
-            f'precision.master = "fp64" has no optim.kind = "{kind}" with run.device = "cuda"; take fp32 or bf16, or '
-            f"optim.kind = {kinds_with('takes_fp64_on_gpus')}"
-        )
+        yield f'precision.master = "fp64" has no optim.kind = "{kind}" with run.device = "cuda"'
 
 
-@rule("rounded to the nearest bf16 number, an update below 1/512 of a weight is lost, which nearly all are")
+@rule(
+    "rounded to the nearest bf16 number, an update below 1/512 of a weight is lost, which nearly all are",
+    "precision.master",
+    "optim.kind",
+)
 def bf16_weights_are_rounded_stochastically(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.precision.master == "bf16" and not OPTIMIZERS[recipe.optim.kind].rounds_stochastically:
-        yield (
-            f'precision.master = "bf16" needs optim.kind = {kinds_with("rounds_stochastically")}, and it is '
-            f'"{recipe.optim.kind}"; change it, or take precision.master = "fp32"'
-        )
+        yield f'precision.master = "bf16" needs stochastic rounding, which optim.kind = "{recipe.optim.kind}" has not'
 
 
-@rule("this backend runs, or computes gradients, on GPUs only")
+@rule("this backend runs, or computes gradients, on GPUs only", "perf.attention", "run.device")
 def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
     if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
-        yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
+        yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"'
 
 
-@rule("a dense mask grows with the square of the sequence length, and its masked pairs are computed; flex has none")
+@rule(
+    "a dense mask grows with the square of the sequence length, and its masked pairs are computed; flex has none",
+    "perf.attention",
+    "train.seq_len_tokens",
+)
 def dense_masks_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_tokens = recipe.parallel, recipe.train.seq_len_tokens
     if recipe.run.device == "cpu" or recipe.perf.attention == "flex" or not (causes := _causes_of_masks(recipe)):
@@ -151,8 +160,7 @@ def dense_masks_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
         sequences = f"{num_masks} sequences * " if num_masks > 1 else ""
         yield (
             f'perf.attention = "{recipe.perf.attention}" with {" and ".join(causes)} needs a dense mask of {sequences}'
-            f"{num_queries} * {num_tokens} bytes, {gib:.3g} GiB, which is more than {LARGEST_DENSE_MASK_GIB} GiB; take "
-            'perf.attention = "flex"'
+            f"{num_queries} * {num_tokens} bytes, {gib:.3g} GiB, which is more than {LARGEST_DENSE_MASK_GIB} GiB"
         )
 
 
@@ -170,42 +178,49 @@ def _causes_of_masks(recipe: Recipe) -> list[str]:
     return [cause for cause, is_given in causes.items() if is_given]
 
 
-@rule("cuDNN's backward sums in no fixed order, so PyTorch would use another backend")
+@rule(
+    "cuDNN's backward sums in no fixed order, so PyTorch would use another backend",
+    "perf.attention",
+    "run.is_deterministic",
+)
 def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.run.is_deterministic and recipe.perf.attention == "cudnn":
-        yield (
-            'run.is_deterministic = true excludes perf.attention = "cudnn"; take "auto", "flash", "efficient" or '
-            '"math", or is_deterministic = false'
-        )
+        yield 'run.is_deterministic = true excludes perf.attention = "cudnn"'
 
 
-@rule("a CUDA graph replays its capture without the host")
+@rule(step_can_be_captured.why, "compile.cudagraph")
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.compile.cudagraph != "off":
-        for obstacle in obstacles(recipe, world_size):
-            yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}, or compile.cudagraph = "off"'
+        for breach in step_can_be_captured.breaches(recipe, world_size):
+            problem = f'compile.cudagraph = "{recipe.compile.cudagraph}": {breach.problem}'
+            yield Problem(problem, *breach.fields, "compile.cudagraph")
 
 
-@rule("the kernels of FlexAttention sum in fp32")
+@rule("the kernels of FlexAttention sum in fp32", "perf.attention", "precision.compute")
 def flex_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
-        yield 'precision.compute = "fp64" has no perf.attention = "flex"; take bf16 or fp32, or perf.attention = "math"'
+        yield 'precision.compute = "fp64" has no perf.attention = "flex"'
 
 
-@rule("without experts nothing would be recomputed")
+@rule("without experts nothing would be recomputed", "memory.recompute")
 def recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.memory.recompute == "experts" and recipe.model.num_moe_layers <= 0:
-        yield 'memory.recompute = "experts" needs layers with experts, and this model has none; take "block" or "none"'
+        yield 'memory.recompute = "experts" needs layers with experts, and this model has none'
 
 
-@rule("without a router there is no selection to replace")
+@rule("without a router there is no selection to replace", "train.forced_load")
 def forced_load_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
     train, name = recipe.train, recipe.train.forced_load
     if train.forces_load and recipe.model.num_moe_layers <= 0:
-        yield f'train.forced_load = "{name}" needs layers with experts, and this model has none; take "none"'
+        yield f'train.forced_load = "{name}" needs layers with experts, and this model has none'
 
 
-@rule("skewed routing has the same relative loads in all runs, so that figures can be compared")
+@rule(
+    "skewed routing has the same relative loads in all runs, so that figures can be compared",
+    "train.forced_load",
+    "parallel.ep",
+    "model.moe.top_k",
+)
 def skewed_loads_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     if recipe.train.forced_load == "skewed" and model.num_moe_layers > 0:
@@ -213,7 +228,12 @@ def skewed_loads_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f'train.forced_load = "skewed": {obstacle}'
 
 
-@rule("a token has top_k distinct experts, so a load needs as many experts with tokens")
+@rule(
+    "a token has top_k distinct experts, so a load needs as many experts with tokens",
+    "train.forced_load",
+    "parallel.ep",
+    "model.moe.top_k",
+)
 def forced_load_has_enough_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe, ep, name = recipe.model.moe, recipe.parallel.ep, recipe.train.forced_load
     if ep < 1 or moe.num_experts % ep or recipe.model.num_moe_layers <= 0:
@@ -222,7 +242,7 @@ def forced_load_has_enough_experts(recipe: Recipe, world_size: int) -> Iterator[
     if number < moe.top_k <= moe.num_experts:
         yield (
             f'train.forced_load = "{name}" has {number} experts for all tokens with parallel.ep = {ep}, and a token '
-            f'needs model.moe.top_k = {moe.top_k}; take a smaller ep or top_k, or the load "collapsed"'
+            f"needs model.moe.top_k = {moe.top_k}"
         )
 
 

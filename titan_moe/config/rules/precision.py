@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_moe.config.arena import experts_of
-from titan_moe.config.formats import FORMAT_FACTS, GemmFormats, formats_with
+from titan_moe.config.formats import FORMAT_FACTS, GemmFormats
 from titan_moe.config.gemms import (
     GemmModule,
     expert_formats,
@@ -16,7 +16,7 @@ from titan_moe.config.gemms import (
 )
 from titan_moe.config.precision import PARTS, PrecisionConfig
 from titan_moe.config.recipe import Recipe, microbatch_tokens
-from titan_moe.config.rules.rule import key_of_kernel, nearest_multiples, rule, rules_in
+from titan_moe.config.rules.rule import Problem, key_of_kernel, rule, rules_in
 from titan_moe.config.schema import in_toml
 
 DEFAULTS = PrecisionConfig()
@@ -31,48 +31,46 @@ OPTIONS_OF_FORMATS = (
 """Not `only_where_faster` and `backend`: the recipe of a run has them resolved."""
 
 
-@rule("an option without effect hides a mistake")
+@rule("an option without effect hides a mistake", "precision.format")
 def options_of_formats_need_a_format(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     changed = [name for name in OPTIONS_OF_FORMATS if getattr(p, name) != getattr(DEFAULTS, name)]
     if changed and not p.formats:
         settings = ", ".join(f"precision.{name} = {in_toml(getattr(p, name))}" for name in changed)
-        yield f'{settings} needs a format, but the recipe has none; drop it, or take precision.format = "fp8_rowwise"'
+        fields = (f"precision.{name}" for name in changed)
+        yield Problem(f"{settings} needs a format, but the recipe has none", *fields, "precision.format")
 
 
-@rule("a model without such layers has nothing to round")
+@rule("a model without such layers has nothing to round", "precision.experts")
 def formats_have_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if p.experts not in ("format", "compute") and recipe.model.num_moe_layers <= 0:
-        yield (
-            f'precision.experts = "{p.experts}" needs layers with experts, and this model has none; take "format", or '
-            f'precision.linears = "{p.experts}"'
-        )
+        yield f'precision.experts = "{p.experts}" needs layers with experts, and this model has none'
 
 
-@rule("native formats round bf16 operands; the digits of wider dtypes would be lost")
+@rule("native formats round bf16 operands; the digits of wider dtypes would be lost", "precision.compute backend")
 def formats_round_from_bf16(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     is_emulated_fp32 = p.compute == "fp32" and p.backend == "emulated"
     if p.formats and p.compute != "bf16" and not is_emulated_fp32:
-        emulated = ', or precision.backend = "emulated"' if p.compute == "fp32" else ""
-        yield (
-            f'precision.compute = "{p.compute}" cannot be rounded to {" and ".join(p.formats)}; take "bf16"{emulated}, '
-            f"or {p.without_formats}"
-        )
+        problem = f'precision.compute = "{p.compute}" cannot be rounded to {" and ".join(p.formats)}'
+        yield Problem(problem, "precision.compute backend", *_fields_with_formats(p))
 
 
-@rule("a CPU has no native low-precision GEMMs")
+@rule("a CPU has no native low-precision GEMMs", "precision.backend", "run.device")
 def native_formats_are_on_gpus(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if p.formats and p.backend != "emulated" and recipe.run.device == "cpu":
-        yield (
-            f'precision.backend = "{p.backend}" does not compute {" and ".join(p.formats)} with run.device = "cpu"; '
-            f'take "emulated", or {p.without_formats}'
-        )
+        formats = " and ".join(p.formats)
+        problem = f'precision.backend = "{p.backend}" does not compute {formats} with run.device = "cpu"'
+        yield Problem(problem, "precision.backend", "run.device", *_fields_with_formats(p))
 
 
-@rule("native formats need kernels")
+def _fields_with_formats(p: PrecisionConfig) -> list[str]:
+    return [f"precision.{name}" for name in p.fields_with_formats]
+
+
+@rule("native formats need kernels", "precision.backend")
 def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if p.backend == "emulated" or recipe.run.device == "cpu":
@@ -81,64 +79,60 @@ def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str
         name, fact = p.format_of(part), f"has_native_{part}"
         has_part = part == "linears" or recipe.model.num_moe_layers > 0
         if name != "compute" and has_part and not getattr(FORMAT_FACTS[name], fact):
-            others = formats_with(fact)
-            yield (
-                f'precision.{part} = "{name}" has no native kernels yet; take precision.backend = "emulated", or '
-                f'precision.{part} = "compute"{f" or {others}" if others else ""}'
-            )
+            problem = f'precision.{part} = "{name}" has no native kernels yet'
+            yield Problem(problem, f"precision.backend {part} format")
     name = p.format_of("linears")
     if name == "fp8_blockwise" and "compute" in (p.dgrad, p.wgrad):
         key = "dgrad" if p.dgrad == "compute" else "wgrad"
-        yield (
+        yield Problem(
             f'precision.linears = "{name}" has native kernels for all three GEMMs together only, so precision.{key} = '
-            f'"compute" is not supported; take "format", or precision.linears = "fp8_rowwise"'
+            '"compute" is not supported',
+            f"precision.{key} linears format",
         )
 
 
-@rule("the reference is plain PyTorch")
+@rule("the reference is plain PyTorch", "precision.backend linears format", "perf.kernels")
 def native_linears_are_triton(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     formats = p.gemm_formats("linears")
     is_native = p.backend != "emulated" and recipe.run.device != "cpu"
     if recipe.perf.kernels == "reference" and is_native and formats in IN_TRITON:
         yield (
-            f'perf.kernels = "reference" has no native kernels of dense linear layers in {formats}, which are Triton; '
-            'take precision.backend = "emulated", precision.linears = "compute", or perf.kernels = "auto"'
+            f'perf.kernels = "reference" has no native kernels of dense linear layers in {formats}, which are Triton'
         )
 
 
-@rule("only fused experts have fp8 kernels, which always round gradients of rows")
+@rule(
+    "only fused experts have fp8 kernels, which always round gradients of rows",
+    "precision.experts format backend dgrad",
+)
 def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if not has_native_experts(recipe):
         return
-    setting, way_out = f'precision.experts = "{p.format_of("experts")}"', 'or precision.experts = "compute"'
+    setting, own = f'precision.experts = "{p.format_of("experts")}"', "precision.experts format backend"
     if (experts := experts_of(recipe)) != "fused":
-        needs = recipe.model.moe.unmet_needs_of_fused
-        also = f" and {' and '.join(needs)}" if needs else ""
-        key = key_of_kernel(recipe, "experts")
-        yield f'{setting} has no native kernels with "{experts}" experts; take {key} = "fused"{also}, {way_out}'
+        fields = key_of_kernel(recipe, "experts"), "model.moe.score_on expert_mlp_bias"
+        yield Problem(f'{setting} has no native kernels with "{experts}" experts', *fields, own)
     if p.dgrad == "compute":
-        yield f'{setting} does not support precision.dgrad = "compute"; take "format", {way_out}'
+        yield Problem(f'{setting} does not support precision.dgrad = "compute"', "precision.dgrad", own)
 
 
-@rule("grouped GEMMs with rounded operands take the place of the experts' kernels")
+@rule("grouped GEMMs with rounded operands take the place of the experts' kernels", "precision.experts format backend")
 def emulated_experts_are_composite(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, experts = recipe.precision, recipe.perf.chosen_kernels.experts
     if recipe.model.num_moe_layers <= 0 or expert_formats(recipe) == {"compute"} or p.backend != "emulated":
         return
     setting = f'precision.experts = "{p.format_of("experts")}" with precision.backend = "emulated"'
     if experts == "fused":
-        key = key_of_kernel(recipe, "experts")
-        yield f'{setting} replaces fused experts; take {key} = "grouped_mm", or precision.experts = "compute"'
+        fields = key_of_kernel(recipe, "experts"), "precision.experts format backend"
+        yield Problem(f"{setting} replaces fused experts", *fields)
     elif recipe.parallel.overlap == "tile":
-        yield (
-            f'{setting} has no parallel.overlap = "tile", which moves rows in the GEMMs of fused experts; take "none", '
-            'or precision.experts = "compute"'
-        )
+        problem = f'{setting} has no parallel.overlap = "tile", which moves rows in the GEMMs of fused experts'
+        yield Problem(problem, "parallel.overlap", "precision.experts format backend")
 
 
-@rule("a block of elements shares a scale, and tensor cores compute whole blocks")
+@rule("a block of elements shares a scale, and tensor cores compute whole blocks", "train.seq_len_tokens")
 def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, parallel, num_tokens = recipe.precision, recipe.parallel, microbatch_tokens(recipe)
     split = " / (cp * tp)" if parallel.cp * parallel.tp > 1 else ""
@@ -148,19 +142,22 @@ def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     for name in formats if p.wgrad == "format" else []:
         step = multiple_of(p, name)
         if num_tokens % step:
-            yield (
+            yield Problem(
                 f"train.micro_batch_sequences * seq_len_tokens{split} = {num_tokens} is not a multiple of {step}, "
-                f"which weight gradients in {name} need; take {nearest_multiples(num_tokens, step)} tokens, or "
-                'precision.wgrad = "compute"'
+                f"which weight gradients in {name} need",
+                "train.seq_len_tokens micro_batch_sequences",
+                "precision.wgrad",
+                steps=[step],
             )
 
 
-@rule("a misspelt pattern would have no effect")
+@rule("a misspelt pattern would have no effect", "precision.modules_in_compute")
 def patterns_fit_modules(recipe: Recipe, world_size: int) -> Iterator[str]:
-    names = [module.name for module in gemm_modules(recipe.model)]
-    for pattern in recipe.precision.modules_in_compute:
-        if not any(matches((pattern,), name) for name in names):
-            paths = dict.fromkeys(module.path for module in gemm_modules(recipe.model))
+    patterns = recipe.precision.modules_in_compute
+    modules = gemm_modules(recipe.model) if patterns else []
+    for pattern in patterns:
+        if not any(matches((pattern,), module.name) for module in modules):
+            paths = dict.fromkeys(module.path for module in modules)
             yield (
                 f"precision.modules_in_compute = [{in_toml(pattern)}] matches no module; the modules are layers.0 to "
                 f"layers.{recipe.model.num_layers - 1}, each with some of {', '.join(paths)}; router, head and "
@@ -168,29 +165,30 @@ def patterns_fit_modules(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-@rule("a format that no module gets hides a mistake")
+@rule("a format that no module gets hides a mistake", "precision.format")
 def some_modules_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_layers = recipe.precision, recipe.model.num_layers
     num_kept = p.num_layers_at_start_in_compute + p.num_layers_at_end_in_compute
     if p.formats and num_kept >= num_layers:
-        yield (
+        yield Problem(
             f"precision.num_layers_at_start_in_compute + num_layers_at_end_in_compute = {num_kept} keep all of "
-            f"model.num_layers = {num_layers}; take fewer, or {p.without_formats}"
+            f"model.num_layers = {num_layers}",
+            "precision.num_layers_at_start_in_compute num_layers_at_end_in_compute",
+            *_fields_with_formats(p),
         )
+    if not p.formats or num_kept >= num_layers:
         return
     modules = gemm_modules(recipe.model)
     asked = replace(recipe, precision=_without_patterns_of_the_gate(p, modules))
     for field, parts in p.fields_with_formats.items():
-        kept = {module: why_kept(asked, module) for module in modules if module.part in parts}
-        if kept and all(kept.values()):
+        of_parts = [module for module in modules if module.part in parts]
+        if of_parts and all(why_kept(asked, module) for module in of_parts):
             paths_of: dict[str, dict[str, None]] = {}
-            for module, reason in kept.items():
-                paths_of.setdefault(reason, {})[module.path] = None
+            for module in of_parts:
+                paths_of.setdefault(why_kept(asked, module), {})[module.path] = None
             reasons = "; ".join(f"{reason} ({', '.join(paths)})" for reason, paths in paths_of.items())
-            yield (
-                f'precision.{field} = "{getattr(p, field)}" is the format of no module: {reasons}; change what keeps '
-                f'them, or take precision.{field} = "compute"'
-            )
+            problem = f'precision.{field} = "{getattr(p, field)}" is the format of no module: {reasons}'
+            yield Problem(problem, f"precision.{field} modules_in_compute", hint="another value of what keeps them")
 
 
 def _without_patterns_of_the_gate(p: PrecisionConfig, modules: list[GemmModule]) -> PrecisionConfig:

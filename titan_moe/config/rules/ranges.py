@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import rule, rules_in
+from titan_moe.config.rules.rule import Problem, rule, rules_in
 from titan_moe.config.schema import shown
 
 LARGEST = 10**12
@@ -104,7 +104,8 @@ RANGES = {
     for key in keys.split()
 }
 """Range of each number of a recipe, by dotted key."""
-
+NUMBERS = attrgetter(*RANGES)
+"""The numbers of a recipe in this order."""
 
 LARGE = 100
 """Numbers up to it cost no rule much."""
@@ -117,19 +118,17 @@ def numbers_are_in_range(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def numbers_out_of_range(recipe: Recipe, sections: Collection[str]) -> Iterator[str]:
     """The numbers of some sections that are out of their range."""
-    for dotted, allowed in RANGES.items():
-        if dotted.rpartition(".")[0] not in sections:
-            continue
-        value = attrgetter(dotted)(recipe)
-        if not isinstance(value, str) and value not in allowed:  # a word, such as "auto"
-            yield f"{dotted} = {shown(value)} must be {allowed.must_be(value)}"
+    for value, (dotted, allowed) in zip(NUMBERS(recipe), RANGES.items(), strict=True):
+        is_wrong = not isinstance(value, str) and value not in allowed  # a word, such as "auto", is right
+        if is_wrong and dotted.rpartition(".")[0] in sections:
+            yield Problem(f"{dotted} = {shown(value)} must be {allowed.must_be(value)}", dotted)
 
 
 def has_excessive_numbers(recipe: Recipe) -> bool:
     """Whether a large number is above its range. Rules take time and memory that grow with some of them."""
     return any(
-        not isinstance(value := attrgetter(dotted)(recipe), str) and value > max(allowed.high, LARGE)
-        for dotted, allowed in RANGES.items()
+        not isinstance(value, str) and value > max(allowed.high, LARGE)
+        for value, allowed in zip(NUMBERS(recipe), RANGES.values(), strict=True)
     )
 
 

@@ -1,81 +1,85 @@
-"""What a rule is, and the arithmetic that rules share."""
+"""What a rule is, what a breach of it is, and the arithmetic that rules share."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from titan_moe.config.dispatchers import DispatcherFacts, dispatchers_that
-from titan_moe.config.parallel import ep_ranks_of_a_node, ranks_of_a_node
 from titan_moe.config.recipe import Recipe
 
-Check = Callable[[Recipe, int], Iterator[str]]
-"""Yields one message for each breach, given a recipe and a number of ranks: key, value, rule, way out."""
+Check = Callable[[Any, int], Iterator[str]]
+"""Yields what is wrong, once for each breach, given a recipe and a number of ranks: key, value, rule. A `Problem` says
+more than a text."""
 
-MAX_DIVISOR = 2**16
-"""Ways out list divisors up to this number, and their counterparts."""
+
+class Problem(str):
+    """What is wrong, and what to change where that is less or more than the fields of the rule."""
+
+    fields: tuple[str, ...]
+    steps: tuple[int, ...]  # numbers of which a field may have to be a multiple
+    hint: str  # a way out that no search can find: a file, an argument of the command line
+
+    def __new__(cls, text: str, *fields: str, steps: Sequence[int] = (), hint: str = "") -> "Problem":
+        """Fields as those of `rule`."""
+        problem = super().__new__(cls, text)
+        problem.fields, problem.steps, problem.hint = _dotted(fields), tuple(steps), hint
+        return problem
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A constraint between fields of a recipe, with its reason."""
+    """A constraint between fields of a recipe, with its reason. Ways out are not written: `config.ways_out` tries other
+    values of the fields."""
 
     name: str
     check: Check  # finds the breaches; must not raise for any recipe, also one that breaks other rules
-    why: str  # printed after each message
+    why: str  # printed after each problem
+    fields: tuple[str, ...]  # those that it concerns
+
+    def breaches(self, recipe: Any, world_size: int) -> "Iterator[Breach]":
+        """The breaches of this rule."""
+        for found in self.check(recipe, world_size):
+            yield Breach(self, found if isinstance(found, Problem) else Problem(found))
 
 
-def rule(why: str) -> Callable[[Check], Rule]:
-    """Make a rule of a check, with its name."""
-    return lambda check: Rule(check.__name__, check, why)
+class Breach(NamedTuple):
+    """A rule that a recipe breaks, and how."""
+
+    rule: Rule
+    problem: Problem
+
+    def __str__(self) -> str:
+        return f"{self.problem} ({self.rule.why})"
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that it concerns."""
+        return self.problem.fields or self.rule.fields
+
+    @property
+    def kind(self) -> tuple[str, tuple[str, ...]]:
+        """What is equal for the same breach with other values."""
+        return self.rule.name, self.fields
+
+
+def rule(why: str, *fields: str) -> Callable[[Check], Rule]:
+    """Make a rule of a check, with its name. `parallel.pp cp` are two fields of a section."""
+    return lambda check: Rule(check.__name__, check, why, _dotted(fields))
+
+
+def _dotted(fields: Iterable[str]) -> tuple[str, ...]:
+    parts = (field.rpartition(".") for field in fields)
+    return tuple(f"{section}.{key}" for section, _, keys in parts for key in keys.split())
 
 
 def rules_in(names: Mapping[str, object]) -> list[Rule]:
-    """The rules of a module, in order."""
-    return [value for value in names.values() if isinstance(value, Rule)]
+    """The rules that a module defines, in order."""
+    rules = (value for value in names.values() if isinstance(value, Rule))
+    return [rule for rule in rules if rule.check.__module__ == names["__name__"]]
 
 
 def is_no_divisor(divisor: int, number: int) -> bool:
     """Whether `divisor` does not divide `number`; one below 1 breaks another rule."""
     return divisor > 0 and number % divisor != 0
-
-
-def divisors(*numbers: int) -> str:
-    """List the common divisors, for a way out: `1, 2, 4, 8`."""
-    return ", ".join(map(str, _common_divisors(*numbers)))
-
-
-def inner_divisors(number: int, *others: int) -> str:
-    """List the common divisors above 1 and below `number`, for a way out; empty for none."""
-    return ", ".join(str(n) for n in _common_divisors(number, *others) if 1 < n < number)
-
-
-def _common_divisors(*numbers: int) -> list[int]:
-    if min(numbers) < 1:
-        return []
-    common = math.gcd(*numbers)
-    small = [n for n in range(1, min(math.isqrt(common), MAX_DIVISOR) + 1) if common % n == 0]
-    return sorted({*small, *(common // n for n in small)})
-
-
-def nearest_multiples(number: int, step: int) -> str:
-    """The multiples of `step` around `number`, for a way out: `24 or 32`."""
-    below = number // step * step
-    return f"{below} or {below + step}" if below > 0 else str(step)
-
-
-def dispatchers_for(recipe: Recipe, world_size: int, have: Callable[[DispatcherFacts], bool]) -> str:
-    """List the dispatchers with a fact that suit the recipe's device and the nodes of its ep groups, for a way out;
-    empty for none."""
-    p, on_host = recipe.parallel, ranks_of_a_node(world_size)
-    of_node = ep_ranks_of_a_node(p, world_size)
-    has_nodes = 1 < of_node < p.ep and not is_no_divisor(of_node, p.ep) and not is_no_divisor(of_node * p.etp, on_host)
-
-    def suits(facts: DispatcherFacts) -> bool:
-        if facts.has_two_levels and not has_nodes or facts.is_one_node and is_no_divisor(p.ep * p.etp, on_host):
-            return False
-        return not (recipe.run.device == "cpu" and facts.needs_cuda)
-
-    return dispatchers_that(lambda facts: have(facts) and suits(facts))
 
 
 def key_of_kernel(recipe: Recipe, operation: str) -> str:

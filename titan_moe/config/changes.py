@@ -1,0 +1,121 @@
+"""Changes of fields, and values near those of a recipe, nearest first: what a search for a way out tries."""
+
+import math
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import replace
+from functools import reduce
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
+
+from titan_moe.config.rules.ranges import RANGES
+from titan_moe.config.schema import Key, all_keys, in_toml
+
+ALL_SMALL = 64
+"""Numbers up to this one have all others as neighbours."""
+MULTIPLES = 4
+"""Of a step, so many below and above a number are its neighbours."""
+TYPICAL = {"data.holdout_fraction": 0.01, "parallel.expert_rank_capacity_factor": 1.25}
+"""Numbers with a fraction that are tried beside the default."""
+COSTS = {
+    "model": 3.0,  # another model
+    "train.seq_len_tokens": 1.5,
+    "train.global_batch_sequences": 1.0,
+    "optim": 1.0,
+    "data": 1.0,
+    "run.device": 0.5,
+    "precision": 0.5,
+}
+"""Section or field -> how much farther than others its values are, in factors of two of a number."""
+
+
+class Change(NamedTuple):
+    """A value for a field, and how far that is from the present one."""
+
+    key: str
+    value: Any
+    cost: float
+
+    def __str__(self) -> str:
+        return f"{self.key} = {in_toml(self.value)}"
+
+
+Way = tuple[Change, ...]
+
+
+def with_changes(root: Any, way: Way) -> Any:
+    """A recipe with these values."""
+    return reduce(lambda so_far, change: _with(so_far, _path(root, change.key), change.value), way, root)
+
+
+def cost_of(way: Way) -> float:
+    """How far the values of a set of changes are."""
+    return sum(change.cost for change in way)
+
+
+def fields_of(root: Any) -> dict[str, Key]:
+    """The fields of a recipe or of another dataclass with sections, by dotted name."""
+    return all_keys(cast(Hashable, type(root)))
+
+
+def value_of(root: Any, dotted: str) -> Any:
+    """The value of a field of a recipe."""
+    return attrgetter(".".join(_path(root, dotted)))(root)
+
+
+def neighbours(root: Any, dotted: str, steps: Collection[int] = ()) -> list[Change]:
+    """Other values of a field, the nearest first. `steps` are numbers whose multiples may be wanted."""
+    key, value, allowed = fields_of(root)[dotted], value_of(root, dotted), RANGES.get(dotted)
+    experimental = key.experimental
+    extra = max((cost for name, cost in COSTS.items() if f"{dotted}.".startswith(f"{name}.")), default=0.0)
+    costs: dict[Any, float] = {}
+    for near, cost in _near(key, value, steps):
+        if near != value and (allowed is None or isinstance(near, str) or near in allowed):
+            costs[near] = min(cost + extra + (near in experimental), costs.get(near, math.inf))
+    return sorted((Change(dotted, near, cost) for near, cost in costs.items()), key=attrgetter("cost"))
+
+
+def _near(key: Key, value: Any, steps: Collection[int]) -> Iterator[tuple[Any, float]]:
+    """Values with their distance, in factors of two of a number."""
+    if key.choices:
+        for number, choice in enumerate(key.choices):
+            yield choice, 1.0 if choice == key.default else 1.1 + number / 100
+    elif key.is_list:
+        yield from ((tuple(other for other in value if other != entry), 1.0) for entry in value)
+        yield (), 1.1
+    elif key.plain_type is bool:
+        yield not value, 1.0
+    else:
+        yield from ((word, 1.0) for word in (key.word,) if word)
+        yield key.default, 1.5
+        yield TYPICAL.get(key.dotted, key.default), 1.6
+    if key.plain_type is int and isinstance(value, int):
+        middle = value or min(steps, default=0)
+        yield from ((near, _distance(near, middle)) for near in _numbers(value, steps))
+
+
+def _numbers(value: int, steps: Collection[int]) -> Iterator[int]:
+    """Small numbers, powers of two, fractions and multiples of the number, and multiples of steps around it."""
+    yield from range(ALL_SMALL + 1) if abs(value) <= ALL_SMALL else ()
+    yield from (2**exponent for exponent in range(abs(value).bit_length() + 2))
+    for factor in (2, 3, 4, 8):
+        yield value * factor
+        if value % factor == 0:
+            yield value // factor
+    for step in steps:
+        nearest = value // max(step, 1)
+        yield from (step * number for number in range(max(nearest - MULTIPLES, 0) + 1, nearest + MULTIPLES))
+
+
+def _distance(near: int, value: int) -> float:
+    """In factors of two; 0 is farther than 1, as it switches something off."""
+    return round(abs(math.log2((abs(near) or 0.4) / (abs(value) or 0.4))), 3)
+
+
+def _path(root: Any, dotted: str) -> list[str]:
+    """The names of a field and its sections in Python: `class_` for `class`."""
+    return [*dotted.split(".")[:-1], fields_of(root)[dotted].attribute]
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    inner = _with(getattr(section, path[0]), path[1:], value) if len(path) > 1 else value
+    return replace(section, **{path[0]: inner})
