@@ -16,12 +16,15 @@ MULTIPLES = 4
 """Of a step, so many below and above a number are its neighbours."""
 TYPICAL = {"data.holdout_fraction": 0.01, "parallel.expert_rank_capacity_factor": 1.25}
 """Numbers with a fraction that are tried beside the default."""
+SWITCH = 2.0
+"""How much farther the numbers are that switch on what 0 leaves out."""
 COSTS = {
     "model": 3.0,  # another model
     "train.seq_len_tokens": 1.5,
     "train.global_batch_sequences": 1.0,
     "optim": 1.0,
     "data": 1.0,
+    "perf.override": 1.0,
     "run.device": 0.5,
     "precision": 0.5,
 }
@@ -90,7 +93,7 @@ def _near(key: Key, value: Any, steps: Collection[int]) -> Iterator[tuple[Any, f
         yield TYPICAL.get(key.dotted, key.default), 1.6
     if key.plain_type is int and isinstance(value, int):
         middle = value or min(steps, default=0)
-        yield from ((near, _distance(near, middle)) for near in _numbers(value, steps))
+        yield from ((near, _distance(near, middle) + SWITCH * (value == 0)) for near in _numbers(value, steps))
 
 
 def _numbers(value: int, steps: Collection[int]) -> Iterator[int]:

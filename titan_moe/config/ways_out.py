@@ -56,7 +56,7 @@ class Search:
 
     def ways_out(self, breach: Breach) -> list[Way]:
         """Changes of one field each that mend a breach, or of two if none of one does, the nearest first."""
-        fields = [key for key in breach.fields if key in fields_of(self.root)]
+        fields = [key for key in breach.problem.fields or breach.rule.fields if key in fields_of(self.root)]
         near = [neighbours(self.root, key, breach.problem.steps)[:VALUES_OF_A_FIELD] for key in fields]
         singles = [(change,) for values in near for change in values]
         pairs = [way for two in combinations([some[:VALUES_OF_A_PAIR] for some in near], 2) for way in product(*two)]
@@ -81,13 +81,13 @@ class Search:
     def _left(self, breach: Breach, way: Way) -> int | None:
         """The number of breaches that a change leaves; None if this one is among them, or a new one."""
         changed = with_changes(self.root, way)
-        own = Counter(other.kind for other in breach.rule.breaches(changed, self.ranks_of(changed)))
-        if own[breach.kind] >= self._before[breach.kind]:
+        own = [other.problem for other in breach.rule.breaches(changed, self.ranks_of(changed))]
+        if breach.problem in own or len(own) >= self._before[breach.rule.name]:
             return None
-        after = Counter[Any]()
+        after = Counter[str]()
         for other in self.breaches(changed):
-            after[other.kind] += 1
-            if after[other.kind] > self._before[other.kind]:
+            after[other.rule.name] += 1
+            if after[other.rule.name] > self._before[other.rule.name]:
                 return None
         return after.total()
 
@@ -97,8 +97,8 @@ class Search:
             yield from rule.breaches(changed, self.ranks_of(changed))
 
     @cached_property
-    def _before(self) -> Counter[Any]:
-        return Counter(breach.kind for breach in self.breaches(self.root))
+    def _before(self) -> Counter[str]:
+        return Counter(breach.rule.name for breach in self.breaches(self.root))
 
 
 def _listed(ways: Sequence[Way]) -> str:

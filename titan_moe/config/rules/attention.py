@@ -20,15 +20,14 @@ def rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
     key = "head_dim" if recipe.model.attention.kind == "gqa" else "qk_rope_head_dim"
     width = getattr(recipe.model.attention, key)
     if width % 2:
-        yield Problem(f"model.attention.{key} = {width} is odd", f"model.attention.{key}", steps=[2])
+        yield Problem(f"model.attention.{key} = {width} is odd", steps=[2])
 
 
 @rule("mla normalises its compressed latents and has no biases", "model.attention.kind qk_norm qkv_bias")
 def gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key in ("qk_norm", "qkv_bias"):
         if recipe.model.attention.kind == "mla" and getattr(recipe.model.attention, key):
-            problem = f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"'
-            yield Problem(problem, f"model.attention.{key} kind")
+            yield f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"'
 
 
 @rule("YaRN blends the frequencies between beta_fast and beta_slow", "model.attention.yarn_beta_fast yarn_beta_slow")

@@ -20,8 +20,7 @@ def cp_kind_needs_cp(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "each rank has an equal part of every sequence: with ulysses one chunk, else one chunk from each end",
-    "parallel.cp tp cp_kind",
-    "train.seq_len_tokens",
+    "parallel.cp tp cp_kind train.seq_len_tokens",
 )
 def cp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_tokens = recipe.parallel, recipe.train.seq_len_tokens
@@ -36,8 +35,7 @@ def cp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "with ulysses each rank computes whole heads, which share a key/value head with the same number of others",
-    "parallel.cp cp_kind tp",
-    "model.attention.num_heads num_kv_heads",
+    "parallel.cp cp_kind tp model.attention.num_heads num_kv_heads",
 )
 def cp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, a = recipe.parallel, recipe.model.attention
@@ -55,7 +53,7 @@ def _heads_fit(recipe: Recipe, cp: int) -> bool:
     return num_heads % cp == 0 and (num_kv_heads % cp == 0 or cp % num_kv_heads == 0)
 
 
-@rule("context parallelism does not support this setting", "parallel.cp", "model.class")
+@rule("context parallelism does not support this setting", "parallel.cp model.class")
 def cp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     m, p = recipe.model, recipe.parallel
     if p.cp > 1 and m.class_ != ModelConfig.class_:
@@ -64,36 +62,34 @@ def cp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "ring attention reads one block of keys after the other, plain causal, and merges results by the log-sum-exp",
-    "parallel.cp_kind",
+    "parallel.cp_kind data.document_attention model.attention.sliding_window head_dim perf.attention precision.compute "
+    "run.device",
 )
 def ring_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.cp > 1 and recipe.parallel.cp_kind == "ring":
-        for found, *fields in _unsupported_by_ring(recipe):
+        for found in _unsupported_by_ring(recipe):
             problem = f'parallel.cp_kind = "ring" does not support {found}'
-            yield Problem(problem, "parallel.cp_kind", *fields, steps=[HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM])
+            yield Problem(problem, steps=[HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM])
 
 
-def _unsupported_by_ring(recipe: Recipe) -> Iterator[tuple[str, ...]]:
-    """Yield each setting of a recipe that ring attention does not support, with its fields."""
+def _unsupported_by_ring(recipe: Recipe) -> Iterator[str]:
+    """Yield each setting of a recipe that ring attention does not support."""
     m, a, backend = recipe.model, recipe.model.attention, recipe.perf.attention
     compute, num_tokens = recipe.precision.compute, recipe.train.seq_len_tokens
     if a.kind == "mla":
-        yield ('model.attention.kind = "mla", whose latents are narrower than its keys and values',)
+        yield 'model.attention.kind = "mla", whose latents are narrower than its keys and values'
     if recipe.data.document_attention:
-        yield "data.document_attention = true", "data.document_attention"
+        yield "data.document_attention = true"
     if any(a.window(layer, num_tokens) < num_tokens for layer in range(m.num_layers)):
-        yield f"model.attention.sliding_window = {a.sliding_window}", "model.attention.sliding_window"
+        yield f"model.attention.sliding_window = {a.sliding_window}"
     if backend in ("efficient", "math"):
-        yield f'perf.attention = "{backend}", which returns no log-sum-exp of each query', "perf.attention"
+        yield f'perf.attention = "{backend}", which returns no log-sum-exp of each query'
     if recipe.run.device != "cpu" and compute != "bf16":
-        found = f'precision.compute = "{compute}" on GPUs, where the kernels of ring attention take bf16'
-        yield found, "precision.compute", "run.device"
+        yield f'precision.compute = "{compute}" on GPUs, where the kernels of ring attention take bf16'
     if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim % HEAD_DIM_MULTIPLE:
-        found = f"model.attention.head_dim = {a.head_dim}, which is not a multiple of {HEAD_DIM_MULTIPLE}"
-        yield found, "model.attention.head_dim"
+        yield f"model.attention.head_dim = {a.head_dim}, which is not a multiple of {HEAD_DIM_MULTIPLE}"
     if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim > LARGEST_HEAD_DIM:
-        found = f"model.attention.head_dim = {a.head_dim}, more than the kernels of ring attention take"
-        yield found, "model.attention.head_dim"
+        yield f"model.attention.head_dim = {a.head_dim}, more than the kernels of ring attention take"
 
 
 CONTEXT_RULES = rules_in(globals())

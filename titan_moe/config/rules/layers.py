@@ -15,7 +15,7 @@ from titan_moe.config.rules.model import MODEL_RULES
 from titan_moe.config.rules.moe import MOE_RULES
 from titan_moe.config.rules.perf import expert_rows_are_aligned
 from titan_moe.config.rules.ranges import numbers_are_in_range, numbers_out_of_range
-from titan_moe.config.rules.rule import Problem, Rule, rule
+from titan_moe.config.rules.rule import Rule, rule
 from titan_moe.config.schema import Key, in_toml, keys_of, type_in_words
 from titan_moe.config.ways_out import Search
 
@@ -44,21 +44,19 @@ def moe_layers_have_experts(layers: Layers, world_size: int) -> Iterator[str]:
         yield "model.moe.num_experts = 0, and a MoE layer has experts"
 
 
-@rule("rows are gathered inside a GEMM, where no score is applied, and no GEMM adds a bias", "kernels.experts")
+@rule(
+    "rows are gathered inside a GEMM, where no score is applied, and no GEMM adds a bias",
+    "kernels.experts model.moe.score_on expert_mlp_bias",
+)
 def fused_experts_have_their_needs(layers: Layers, world_size: int) -> Iterator[str]:
     for need in layers.model.moe.unmet_needs_of_fused if layers.kernels.experts == "fused" else ():
-        yield Problem(f'kernels.experts = "fused" needs {need}', need.partition(" ")[0], "kernels.experts")
+        yield f'kernels.experts = "fused" needs {need}'
 
 
 def _of_layers(of_recipe: Rule) -> Rule:
     """A rule of recipes where there is none."""
-
-    def check(layers: Layers, world_size: int) -> Iterator[str]:
-        for breach in of_recipe.breaches(layers.recipe, 1):
-            fields = [field.replace("perf.kernels", "kernels.experts") for field in breach.fields]
-            yield Problem(breach.problem, *fields, steps=breach.problem.steps)
-
-    return replace(of_recipe, check=check)
+    fields = tuple(field.replace("perf.kernels", "kernels.experts") for field in of_recipe.fields)
+    return replace(of_recipe, check=lambda layers, world_size: of_recipe.check(layers.recipe, 1), fields=fields)
 
 
 def _ranges(*sections: str) -> Rule:

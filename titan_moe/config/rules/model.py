@@ -27,7 +27,7 @@ def tied_embeddings_have_one_deviation(recipe: Recipe, world_size: int) -> Itera
         )
 
 
-@rule("tied embeddings are the weight of the head, which decays", "optim.embeddings_decay", "model.embeddings_are_tied")
+@rule("tied embeddings are the weight of the head, which decays", "optim.embeddings_decay model.embeddings_are_tied")
 def tied_embeddings_decay(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.model.embeddings_are_tied and not recipe.optim.embeddings_decay:
         yield "optim.embeddings_decay = false has no effect with model.embeddings_are_tied = true"
@@ -61,9 +61,7 @@ def dense_layers_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 @rule(
-    "a feed-forward layer of width 0 computes nothing",
-    "model.ffn_hidden_size num_dense_layers",
-    "model.moe.num_experts",
+    "a feed-forward layer of width 0 computes nothing", "model.ffn_hidden_size num_dense_layers model.moe.num_experts"
 )
 def dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model

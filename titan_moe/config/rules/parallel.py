@@ -56,14 +56,14 @@ def _more_ranks(p: ParallelConfig, world_size: int) -> str:
     return f"--nproc {smallest_world(p)} or a multiple" if world_size < smallest_world(p) else ""
 
 
-@rule("each rank of an ep group holds the same number of experts", "parallel.ep", "model.moe.num_experts")
+@rule("each rank of an ep group holds the same number of experts", "parallel.ep model.moe.num_experts")
 def ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     ep, num_experts = recipe.parallel.ep, recipe.model.moe.num_experts
     if num_experts > 0 and is_no_divisor(ep, num_experts):
         yield Problem(f"parallel.ep = {ep} does not divide model.moe.num_experts = {num_experts}", steps=[ep])
 
 
-@rule("each rank of an etp group has an equal part of every expert", "parallel.etp", "model.moe.ffn_hidden_size")
+@rule("each rank of an etp group has an equal part of every expert", "parallel.etp model.moe.ffn_hidden_size")
 def etp_divides_expert_hidden_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     etp, hidden = recipe.parallel.etp, recipe.model.moe.ffn_hidden_size
     if hidden > 0 and is_no_divisor(etp, hidden):
@@ -71,13 +71,12 @@ def etp_divides_expert_hidden_width(recipe: Recipe, world_size: int) -> Iterator
         yield Problem(problem, steps=[multiple_of_expert_rows(recipe) * etp])
 
 
-@rule("ep and etp shard experts only", "parallel.ep etp", "model.num_dense_layers", "model.moe.num_experts")
+@rule("ep and etp shard experts only", "parallel.ep etp model.num_dense_layers model.moe.num_experts")
 def ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     for axis in ("ep", "etp"):
         size = getattr(recipe.parallel, axis)
         if size > 1 and recipe.model.num_moe_layers <= 0:
-            problem = f"parallel.{axis} = {size} needs layers with experts, and this model has none"
-            yield Problem(problem, f"parallel.{axis}", "model.num_dense_layers", "model.moe.num_experts")
+            yield f"parallel.{axis} = {size} needs layers with experts, and this model has none"
 
 
 @rule("rows must reach experts on other ranks", "parallel.dispatcher ep")
@@ -109,8 +108,7 @@ def dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str
 
 @rule(
     "the thread blocks that move rows belong to our own GEMMs",
-    "parallel.overlap",
-    "model.moe.score_on expert_mlp_bias",
+    "parallel.overlap perf.kernels perf.override.experts model.moe.score_on expert_mlp_bias",
 )
 def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
@@ -120,13 +118,12 @@ def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterato
     is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
     if recipe.perf.chosen_kernels.experts != "fused" and not is_left_to_auto:
         key, experts = key_of_kernel(recipe, "experts"), recipe.perf.chosen_kernels.experts
-        problem = f'{setting} moves rows in the GEMMs of fused experts, but {key} chooses "{experts}" for experts'
-        yield Problem(problem, "parallel.overlap", key)
+        yield f'{setting} moves rows in the GEMMs of fused experts, but {key} chooses "{experts}" for experts'
     for need in recipe.model.moe.unmet_needs_of_fused:
         yield f"{setting} needs fused experts, which need {need}"
 
 
-@rule("the kernels of this dispatcher need GPUs", "parallel.dispatcher", "run.device")
+@rule("the kernels of this dispatcher need GPUs", "parallel.dispatcher run.device")
 def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.facts.needs_cuda and recipe.run.device == "cpu":
@@ -159,7 +156,7 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.ep_ranks_per_node and not p.facts.has_two_levels:
         problem = f"parallel.ep_ranks_per_node = {p.ep_ranks_per_node} has no effect with parallel.dispatcher ="
-        yield Problem(f'{problem} "{p.dispatcher}"', "parallel.ep_ranks_per_node dispatcher")
+        yield f'{problem} "{p.dispatcher}"'
     if not p.facts.has_two_levels or p.ep_ranks_per_node < 0:
         return
     of_node, on_host = ep_ranks_of_a_node(p, world_size), ranks_of_a_node(world_size)
@@ -184,43 +181,39 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "the forward of one microbatch runs between the pieces of another's backward, without the hooks of FSDP",
-    "parallel.overlap",
+    "parallel.overlap accumulate_unsharded memory.recompute model.class "
+    "train.global_batch_sequences micro_batch_sequences",
 )
 def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, train = recipe.parallel, recipe.train
     if p.overlap != "microbatch":
         return
-    setting, own = 'parallel.overlap = "microbatch"', "parallel.overlap"
+    setting = 'parallel.overlap = "microbatch"'
     if not p.accumulate_unsharded:
-        problem = f"{setting} runs two microbatches on the same gathered parameters, which needs "
-        yield Problem(f"{problem}parallel.accumulate_unsharded = true", own, "parallel.accumulate_unsharded")
+        yield f"{setting} gathers parameters once for two microbatches and needs parallel.accumulate_unsharded = true"
     if recipe.memory.recompute == "block":
-        yield Problem(f'{setting} runs blocks in pieces, not memory.recompute = "block"', own, "memory.recompute")
+        yield f'{setting} runs blocks in pieces, not memory.recompute = "block"'
     if recipe.model.class_ != ModelConfig.class_:
-        problem = f'{setting} supports blocks of "{ModelConfig.class_}" only, but model.class = "{recipe.model.class_}"'
-        yield Problem(problem, own, "model.class")
+        yield f'{setting} supports blocks of "{ModelConfig.class_}" only, but model.class = "{recipe.model.class_}"'
     sequences = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))
     if 0 < train.global_batch_sequences < 2 * sequences:
         yield Problem(
             f"{setting} needs at least two microbatches a step, but train.global_batch_sequences = "
             f"{train.global_batch_sequences} is one microbatch, of {sequences} sequences over all ranks",
-            own,
-            "train.global_batch_sequences micro_batch_sequences",
             steps=[2 * sequences],
         )
 
 
 @rule(
     "the factor bounds sizes that depend on the routing and that the host does not read",
-    "parallel.expert_rank_capacity_factor",
+    "parallel.expert_rank_capacity_factor dispatcher",
 )
 def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, factor = recipe.parallel, recipe.parallel.fixed_capacity_factor
     if factor != 0 and not p.facts.can_be_bounded:
-        yield Problem(
+        yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} has no effect with parallel.dispatcher = "
-            f'"{p.dispatcher}", whose sizes are exact',
-            "parallel.expert_rank_capacity_factor dispatcher",
+            f'"{p.dispatcher}", whose sizes are exact'
         )
     if 0 < factor < 1:
         yield (
@@ -229,7 +222,10 @@ def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iter
         )
 
 
-@rule("FSDP shards each expert along this width over edp ranks, in equal parts", "parallel.ep dp_replicate")
+@rule(
+    "FSDP shards each expert along this width over edp ranks, in equal parts",
+    "parallel.ep dp_replicate model.hidden_size model.moe.latent_size ffn_hidden_size",
+)
 def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, model = recipe.parallel, recipe.model
     edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
@@ -243,7 +239,8 @@ def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield Problem(
                 f"edp = {edp} ({world_size} ranks / (parallel.pp * dp_replicate * ep * etp)) does not divide "
                 f"model.{key}{part}",
-                "parallel.ep dp_replicate",
+                "parallel.ep",
+                "parallel.dp_replicate",
                 f"model.{key}",
                 steps=[math.lcm(edp, ALIGNED_WIDTH) * etp],
             )
@@ -256,8 +253,7 @@ def batch_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "a rank with fewer batches would leave the others waiting in a collective",
-    "validation.num_sequences",
-    "train.micro_batch_sequences",
+    "validation.num_sequences train.micro_batch_sequences",
 )
 def validation_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.validation.every_steps > 0:

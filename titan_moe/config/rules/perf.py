@@ -18,10 +18,7 @@ LARGEST_DENSE_MASK_GIB = 1
 
 @rule(
     "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only",
-    "precision.compute",
-    "run.device",
-    "perf.kernels",
-    "perf.override.experts",
+    "precision.compute run.device perf.kernels perf.override.experts",
 )
 def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     experts, compute, device = recipe.perf.chosen_kernels.experts, recipe.precision.compute, recipe.run.device
@@ -29,33 +26,24 @@ def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.model.num_moe_layers > 0 and experts != "reference" and compute not in allowed:
         key = key_of_kernel(recipe, "experts")
         chosen = f'perf.kernels = "{recipe.perf.kernels}"' if key == "perf.kernels" else key
-        problem = f'precision.compute = "{compute}" has no "{experts}" experts ({chosen}) with run.device = "{device}"'
-        yield Problem(problem, "precision.compute", key, "run.device")
+        yield f'precision.compute = "{compute}" has no "{experts}" experts ({chosen}) with run.device = "{device}"'
 
 
 @rule(
     "Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them",
-    "perf.kernels",
-    "precision.compute master",
-    "run.device",
+    "perf.kernels perf.override.experts permute router rotary head gradients precision.compute master run.device "
+    "model.moe.score_on expert_mlp_bias",
 )
 def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels
     triton = [name for name, backend in asdict(kernels).items() if backend in ("fused", "triton")]
     if triton and recipe.precision.compute == "fp64":
-        keys = sorted({key_of_kernel(recipe, name) for name in triton})
-        yield Problem(
-            f'precision.compute = "fp64" has no Triton kernels ({", ".join(triton)})', *keys, "precision.compute"
-        )
+        yield f'precision.compute = "fp64" has no Triton kernels ({", ".join(triton)})'
     if triton and recipe.run.device == "cpu":
-        overridden = [name for name in triton if getattr(recipe.perf.override, name) != "no"]
-        rest = [name for name in triton if name not in overridden]
-        for name in overridden:
-            key = f"perf.override.{name}"
-            problem = (
-                f'{key} = "{getattr(kernels, name)}" is a Triton kernel, which does not run with run.device = "cpu"'
-            )
-            yield Problem(problem, key, "run.device")
+        rest = [name for name in triton if getattr(recipe.perf.override, name) == "no"]
+        for name in (name for name in triton if name not in rest):
+            setting = f'perf.override.{name} = "{getattr(kernels, name)}"'
+            yield f'{setting} is a Triton kernel, which does not run with run.device = "cpu"'
         if rest:
             yield (
                 f'perf.kernels = "{recipe.perf.kernels}" chooses Triton kernels ({", ".join(rest)}), which do not run '
@@ -64,15 +52,13 @@ def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     if kernels.experts == "fused" and recipe.model.num_moe_layers > 0:
         key = key_of_kernel(recipe, "experts")
         for need in recipe.model.moe.unmet_needs_of_fused:
-            yield Problem(f'{key} = "fused" needs {need}', need.partition(" ")[0], key)
+            yield f'{key} = "fused" needs {need}'
     p = recipe.precision
     if kernels.gradients == "triton" and (p.compute, p.master) != ("bf16", "fp32"):
         key = key_of_kernel(recipe, "gradients")
-        yield Problem(
+        yield (
             f'{key} = "{"fused" if key == "perf.kernels" else "triton"}" adds gradients in bf16 to fp32, not '
-            f'precision.compute = "{p.compute}" to precision.master = "{p.master}"',
-            "precision.compute master",
-            "perf.override.gradients",
+            f'precision.compute = "{p.compute}" to precision.master = "{p.master}"'
         )
 
 
@@ -83,7 +69,10 @@ def multiple_of_expert_rows(recipe: Recipe) -> int:
     return GROUPED_MM_STRIDE_BYTES // BYTES_OF_DTYPE[recipe.precision.compute]
 
 
-@rule("grouped_mm needs row strides that are multiples of 16 bytes", "precision.compute")
+@rule(
+    "grouped_mm needs row strides that are multiples of 16 bytes",
+    "perf.kernels perf.override.experts model.hidden_size model.moe.latent_size ffn_hidden_size",
+)
 def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     model, step = recipe.model, multiple_of_expert_rows(recipe)
     if model.num_moe_layers <= 0 or step == 1:
@@ -97,8 +86,6 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield Problem(
                 f"model.{key} = {width} is not a multiple of {step}{split}, which grouped_mm needs in "
                 f"{recipe.precision.compute}",
-                f"model.{key}",
-                key_of_kernel(recipe, "experts"),
                 steps=[step * parts],
             )
 
@@ -108,14 +95,12 @@ def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: in
     p = recipe.precision
     for key in ("master", "reduce"):
         if BYTES_OF_DTYPE[getattr(p, key)] < BYTES_OF_DTYPE[p.compute]:
-            problem = f'precision.{key} = "{getattr(p, key)}" is coarser than precision.compute = "{p.compute}"'
-            yield Problem(problem, f"precision.{key} compute")
+            yield f'precision.{key} = "{getattr(p, key)}" is coarser than precision.compute = "{p.compute}"'
 
 
 @rule(
     "adamw has one dtype for parameters and moments; fused_adamw computes in fp32 on GPUs",
-    "precision.moments master",
-    "optim.kind",
+    "precision.moments master optim.kind",
 )
 def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, kind = recipe.precision, recipe.optim.kind
@@ -129,15 +114,14 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "rounded to the nearest bf16 number, an update below 1/512 of a weight is lost, which nearly all are",
-    "precision.master",
-    "optim.kind",
+    "precision.master optim.kind",
 )
 def bf16_weights_are_rounded_stochastically(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.precision.master == "bf16" and not OPTIMIZERS[recipe.optim.kind].rounds_stochastically:
         yield f'precision.master = "bf16" needs stochastic rounding, which optim.kind = "{recipe.optim.kind}" has not'
 
 
-@rule("this backend runs, or computes gradients, on GPUs only", "perf.attention", "run.device")
+@rule("this backend runs, or computes gradients, on GPUs only", "perf.attention run.device")
 def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
     if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
@@ -146,8 +130,7 @@ def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "a dense mask grows with the square of the sequence length, and its masked pairs are computed; flex has none",
-    "perf.attention",
-    "train.seq_len_tokens",
+    "perf.attention train.seq_len_tokens",
 )
 def dense_masks_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_tokens = recipe.parallel, recipe.train.seq_len_tokens
@@ -180,23 +163,24 @@ def _causes_of_masks(recipe: Recipe) -> list[str]:
 
 @rule(
     "cuDNN's backward sums in no fixed order, so PyTorch would use another backend",
-    "perf.attention",
-    "run.is_deterministic",
+    "perf.attention run.is_deterministic",
 )
 def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.run.is_deterministic and recipe.perf.attention == "cudnn":
         yield 'run.is_deterministic = true excludes perf.attention = "cudnn"'
 
 
-@rule(step_can_be_captured.why, "compile.cudagraph")
+@rule(
+    step_can_be_captured.why,
+    "compile.cudagraph run.device parallel.dispatcher ep cp_kind perf.kernels perf.override.experts memory.recompute",
+)
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.compile.cudagraph != "off":
         for breach in step_can_be_captured.breaches(recipe, world_size):
-            problem = f'compile.cudagraph = "{recipe.compile.cudagraph}": {breach.problem}'
-            yield Problem(problem, *breach.fields, "compile.cudagraph")
+            yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {breach.problem}'
 
 
-@rule("the kernels of FlexAttention sum in fp32", "perf.attention", "precision.compute")
+@rule("the kernels of FlexAttention sum in fp32", "perf.attention precision.compute")
 def flex_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
         yield 'precision.compute = "fp64" has no perf.attention = "flex"'
@@ -217,9 +201,7 @@ def forced_load_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]
 
 @rule(
     "skewed routing has the same relative loads in all runs, so that figures can be compared",
-    "train.forced_load",
-    "parallel.ep",
-    "model.moe.top_k",
+    "train.forced_load parallel.ep model.moe.top_k",
 )
 def skewed_loads_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
@@ -230,9 +212,7 @@ def skewed_loads_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "a token has top_k distinct experts, so a load needs as many experts with tokens",
-    "train.forced_load",
-    "parallel.ep",
-    "model.moe.top_k",
+    "train.forced_load parallel.ep model.moe.top_k",
 )
 def forced_load_has_enough_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe, ep, name = recipe.model.moe, recipe.parallel.ep, recipe.train.forced_load

@@ -16,8 +16,7 @@ def pipeline_options_need_pp(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.pp == 1:
         for key in ("pp_schedule", "vpp", "pp_layout"):
             if (value := getattr(p, key)) != getattr(ParallelConfig, key):
-                problem = f"parallel.{key} = {in_toml(value)} needs a pipeline, but parallel.pp = 1"
-                yield Problem(problem, f"parallel.pp {key}")
+                yield f"parallel.{key} = {in_toml(value)} needs a pipeline, but parallel.pp = 1"
 
 
 @rule("each schedule requires its number of stages on a rank", "parallel.vpp pp_schedule")
@@ -27,7 +26,7 @@ def vpp_fits_the_schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'parallel.vpp = {p.vpp} does not fit parallel.pp_schedule = "{p.pp_schedule}"'
 
 
-@rule("a stage without layers leaves more layers to the others", "parallel.vpp pp pp_schedule", "model.num_layers")
+@rule("a stage without layers leaves more layers to the others", "parallel.vpp pp pp_schedule model.num_layers")
 def stages_have_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_layers = recipe.parallel, recipe.model.num_layers
     if p.pp > 1 and not p.pp_layout and p.pp * p.vpp > num_layers:
@@ -39,7 +38,7 @@ def stages_have_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("every layer is on one stage, in the order of the model", "parallel.pp_layout pp vpp", "model.num_layers")
+@rule("every layer is on one stage, in the order of the model", "parallel.pp_layout pp vpp model.num_layers")
 def layout_fits_the_model(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.pp > 1 and p.pp_layout:
@@ -57,8 +56,7 @@ def layout_fits_the_model(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "a rank without a microbatch waits, and the order of a schedule exists only for some numbers of microbatches",
-    "train.global_batch_sequences micro_batch_sequences",
-    "parallel.pp_schedule pp",
+    "train.global_batch_sequences micro_batch_sequences parallel.pp_schedule pp",
 )
 def microbatches_fill_the_pipeline(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, train, facts = recipe.parallel, recipe.train, SCHEDULES[recipe.parallel.pp_schedule]
@@ -79,8 +77,7 @@ def microbatches_fill_the_pipeline(recipe: Recipe, world_size: int) -> Iterator[
 
 @rule(
     "a split backward computes weight gradients later, as separate operations",
-    "parallel.pp_schedule accumulate_unsharded",
-    "memory.recompute",
+    "parallel.pp_schedule accumulate_unsharded memory.recompute",
 )
 def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
@@ -88,13 +85,11 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
         return
     setting = f'parallel.pp_schedule = "{p.pp_schedule}"'
     if recipe.memory.recompute != "none":
-        problem = f'{setting} splits backwards, but memory.recompute = "{recipe.memory.recompute}" needs whole ones'
-        yield Problem(problem, "parallel.pp_schedule", "memory.recompute")
+        yield f'{setting} splits backwards, but memory.recompute = "{recipe.memory.recompute}" needs whole ones'
     if not p.accumulate_unsharded:
-        yield Problem(
+        yield (
             f"{setting} reduces gradients after the last weight gradient, which needs parallel.accumulate_unsharded = "
-            "true",
-            "parallel.pp_schedule accumulate_unsharded",
+            "true"
         )
 
 

@@ -16,7 +16,7 @@ from titan_moe.config.gemms import (
 )
 from titan_moe.config.precision import PARTS, PrecisionConfig
 from titan_moe.config.recipe import Recipe, microbatch_tokens
-from titan_moe.config.rules.rule import Problem, key_of_kernel, rule, rules_in
+from titan_moe.config.rules.rule import Problem, rule, rules_in
 from titan_moe.config.schema import in_toml
 
 DEFAULTS = PrecisionConfig()
@@ -31,14 +31,16 @@ OPTIONS_OF_FORMATS = (
 """Not `only_where_faster` and `backend`: the recipe of a run has them resolved."""
 
 
-@rule("an option without effect hides a mistake", "precision.format")
+@rule(
+    "an option without effect hides a mistake",
+    "precision.format dgrad wgrad num_layers_at_start_in_compute num_layers_at_end_in_compute modules_in_compute",
+)
 def options_of_formats_need_a_format(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     changed = [name for name in OPTIONS_OF_FORMATS if getattr(p, name) != getattr(DEFAULTS, name)]
     if changed and not p.formats:
         settings = ", ".join(f"precision.{name} = {in_toml(getattr(p, name))}" for name in changed)
-        fields = (f"precision.{name}" for name in changed)
-        yield Problem(f"{settings} needs a format, but the recipe has none", *fields, "precision.format")
+        yield f"{settings} needs a format, but the recipe has none"
 
 
 @rule("a model without such layers has nothing to round", "precision.experts")
@@ -48,29 +50,26 @@ def formats_have_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'precision.experts = "{p.experts}" needs layers with experts, and this model has none'
 
 
-@rule("native formats round bf16 operands; the digits of wider dtypes would be lost", "precision.compute backend")
+@rule(
+    "native formats round bf16 operands; the digits of wider dtypes would be lost",
+    "precision.compute backend format experts linears",
+)
 def formats_round_from_bf16(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     is_emulated_fp32 = p.compute == "fp32" and p.backend == "emulated"
     if p.formats and p.compute != "bf16" and not is_emulated_fp32:
-        problem = f'precision.compute = "{p.compute}" cannot be rounded to {" and ".join(p.formats)}'
-        yield Problem(problem, "precision.compute backend", *_fields_with_formats(p))
+        yield f'precision.compute = "{p.compute}" cannot be rounded to {" and ".join(p.formats)}'
 
 
-@rule("a CPU has no native low-precision GEMMs", "precision.backend", "run.device")
+@rule("a CPU has no native low-precision GEMMs", "precision.backend format experts linears run.device")
 def native_formats_are_on_gpus(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if p.formats and p.backend != "emulated" and recipe.run.device == "cpu":
         formats = " and ".join(p.formats)
-        problem = f'precision.backend = "{p.backend}" does not compute {formats} with run.device = "cpu"'
-        yield Problem(problem, "precision.backend", "run.device", *_fields_with_formats(p))
+        yield f'precision.backend = "{p.backend}" does not compute {formats} with run.device = "cpu"'
 
 
-def _fields_with_formats(p: PrecisionConfig) -> list[str]:
-    return [f"precision.{name}" for name in p.fields_with_formats]
-
-
-@rule("native formats need kernels", "precision.backend")
+@rule("native formats need kernels", "precision.backend format experts linears dgrad wgrad")
 def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if p.backend == "emulated" or recipe.run.device == "cpu":
@@ -79,19 +78,17 @@ def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str
         name, fact = p.format_of(part), f"has_native_{part}"
         has_part = part == "linears" or recipe.model.num_moe_layers > 0
         if name != "compute" and has_part and not getattr(FORMAT_FACTS[name], fact):
-            problem = f'precision.{part} = "{name}" has no native kernels yet'
-            yield Problem(problem, f"precision.backend {part} format")
+            yield f'precision.{part} = "{name}" has no native kernels yet'
     name = p.format_of("linears")
     if name == "fp8_blockwise" and "compute" in (p.dgrad, p.wgrad):
         key = "dgrad" if p.dgrad == "compute" else "wgrad"
-        yield Problem(
+        yield (
             f'precision.linears = "{name}" has native kernels for all three GEMMs together only, so precision.{key} = '
-            '"compute" is not supported',
-            f"precision.{key} linears format",
+            '"compute" is not supported'
         )
 
 
-@rule("the reference is plain PyTorch", "precision.backend linears format", "perf.kernels")
+@rule("the reference is plain PyTorch", "precision.backend linears format perf.kernels")
 def native_linears_are_triton(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     formats = p.gemm_formats("linears")
@@ -104,35 +101,38 @@ def native_linears_are_triton(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "only fused experts have fp8 kernels, which always round gradients of rows",
-    "precision.experts format backend dgrad",
+    "perf.kernels perf.override.experts precision.experts format backend dgrad model.moe.score_on expert_mlp_bias",
 )
 def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if not has_native_experts(recipe):
         return
-    setting, own = f'precision.experts = "{p.format_of("experts")}"', "precision.experts format backend"
+    setting = f'precision.experts = "{p.format_of("experts")}"'
     if (experts := experts_of(recipe)) != "fused":
-        fields = key_of_kernel(recipe, "experts"), "model.moe.score_on expert_mlp_bias"
-        yield Problem(f'{setting} has no native kernels with "{experts}" experts', *fields, own)
+        yield f'{setting} has no native kernels with "{experts}" experts'
     if p.dgrad == "compute":
-        yield Problem(f'{setting} does not support precision.dgrad = "compute"', "precision.dgrad", own)
+        yield f'{setting} does not support precision.dgrad = "compute"'
 
 
-@rule("grouped GEMMs with rounded operands take the place of the experts' kernels", "precision.experts format backend")
+@rule(
+    "grouped GEMMs with rounded operands take the place of the experts' kernels",
+    "perf.kernels perf.override.experts parallel.overlap precision.experts format backend",
+)
 def emulated_experts_are_composite(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, experts = recipe.precision, recipe.perf.chosen_kernels.experts
     if recipe.model.num_moe_layers <= 0 or expert_formats(recipe) == {"compute"} or p.backend != "emulated":
         return
     setting = f'precision.experts = "{p.format_of("experts")}" with precision.backend = "emulated"'
     if experts == "fused":
-        fields = key_of_kernel(recipe, "experts"), "precision.experts format backend"
-        yield Problem(f"{setting} replaces fused experts", *fields)
+        yield f"{setting} replaces fused experts"
     elif recipe.parallel.overlap == "tile":
-        problem = f'{setting} has no parallel.overlap = "tile", which moves rows in the GEMMs of fused experts'
-        yield Problem(problem, "parallel.overlap", "precision.experts format backend")
+        yield f'{setting} has no parallel.overlap = "tile", which moves rows in the GEMMs of fused experts'
 
 
-@rule("a block of elements shares a scale, and tensor cores compute whole blocks", "train.seq_len_tokens")
+@rule(
+    "a block of elements shares a scale, and tensor cores compute whole blocks",
+    "train.seq_len_tokens micro_batch_sequences precision.wgrad",
+)
 def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, parallel, num_tokens = recipe.precision, recipe.parallel, microbatch_tokens(recipe)
     split = " / (cp * tp)" if parallel.cp * parallel.tp > 1 else ""
@@ -145,8 +145,6 @@ def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield Problem(
                 f"train.micro_batch_sequences * seq_len_tokens{split} = {num_tokens} is not a multiple of {step}, "
                 f"which weight gradients in {name} need",
-                "train.seq_len_tokens micro_batch_sequences",
-                "precision.wgrad",
                 steps=[step],
             )
 
@@ -165,16 +163,17 @@ def patterns_fit_modules(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-@rule("a format that no module gets hides a mistake", "precision.format")
+@rule(
+    "a format that no module gets hides a mistake",
+    "precision.format experts linears num_layers_at_start_in_compute num_layers_at_end_in_compute modules_in_compute",
+)
 def some_modules_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_layers = recipe.precision, recipe.model.num_layers
     num_kept = p.num_layers_at_start_in_compute + p.num_layers_at_end_in_compute
     if p.formats and num_kept >= num_layers:
-        yield Problem(
+        yield (
             f"precision.num_layers_at_start_in_compute + num_layers_at_end_in_compute = {num_kept} keep all of "
-            f"model.num_layers = {num_layers}",
-            "precision.num_layers_at_start_in_compute num_layers_at_end_in_compute",
-            *_fields_with_formats(p),
+            f"model.num_layers = {num_layers}"
         )
     if not p.formats or num_kept >= num_layers:
         return
@@ -187,8 +186,7 @@ def some_modules_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
             for module in of_parts:
                 paths_of.setdefault(why_kept(asked, module), {})[module.path] = None
             reasons = "; ".join(f"{reason} ({', '.join(paths)})" for reason, paths in paths_of.items())
-            problem = f'precision.{field} = "{getattr(p, field)}" is the format of no module: {reasons}'
-            yield Problem(problem, f"precision.{field} modules_in_compute", hint="another value of what keeps them")
+            yield f'precision.{field} = "{getattr(p, field)}" is the format of no module: {reasons}'
 
 
 def _without_patterns_of_the_gate(p: PrecisionConfig, modules: list[GemmModule]) -> PrecisionConfig:

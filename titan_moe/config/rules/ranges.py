@@ -111,7 +111,7 @@ LARGE = 100
 """Numbers up to it cost no rule much."""
 
 
-@rule("the value is out of range")
+@rule("the value is out of range", " ".join(RANGES))
 def numbers_are_in_range(recipe: Recipe, world_size: int) -> Iterator[str]:
     yield from numbers_out_of_range(recipe, SECTIONS)
 

@@ -1,6 +1,6 @@
 """What a rule is, what a breach of it is, and the arithmetic that rules share."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,16 +12,15 @@ more than a text."""
 
 
 class Problem(str):
-    """What is wrong, and what to change where that is less or more than the fields of the rule."""
+    """What is wrong, with what a search for ways out cannot know."""
 
-    fields: tuple[str, ...]
+    fields: tuple[str, ...]  # those of the rule's fields that it concerns, if there are many others
     steps: tuple[int, ...]  # numbers of which a field may have to be a multiple
-    hint: str  # a way out that no search can find: a file, an argument of the command line
+    hint: str  # a way out in words: a file, an argument of the command line
 
     def __new__(cls, text: str, *fields: str, steps: Sequence[int] = (), hint: str = "") -> "Problem":
-        """Fields as those of `rule`."""
         problem = super().__new__(cls, text)
-        problem.fields, problem.steps, problem.hint = _dotted(fields), tuple(steps), hint
+        problem.fields, problem.steps, problem.hint = fields, tuple(steps), hint
         return problem
 
 
@@ -33,7 +32,7 @@ class Rule:
     name: str
     check: Check  # finds the breaches; must not raise for any recipe, also one that breaks other rules
     why: str  # printed after each problem
-    fields: tuple[str, ...]  # those that it concerns
+    fields: tuple[str, ...]  # those that may mend a breach
 
     def breaches(self, recipe: Any, world_size: int) -> "Iterator[Breach]":
         """The breaches of this rule."""
@@ -50,25 +49,13 @@ class Breach(NamedTuple):
     def __str__(self) -> str:
         return f"{self.problem} ({self.rule.why})"
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields that it concerns."""
-        return self.problem.fields or self.rule.fields
 
-    @property
-    def kind(self) -> tuple[str, tuple[str, ...]]:
-        """What is equal for the same breach with other values."""
-        return self.rule.name, self.fields
-
-
-def rule(why: str, *fields: str) -> Callable[[Check], Rule]:
-    """Make a rule of a check, with its name. `parallel.pp cp` are two fields of a section."""
-    return lambda check: Rule(check.__name__, check, why, _dotted(fields))
-
-
-def _dotted(fields: Iterable[str]) -> tuple[str, ...]:
-    parts = (field.rpartition(".") for field in fields)
-    return tuple(f"{section}.{key}" for section, _, keys in parts for key in keys.split())
+def rule(why: str, fields: str) -> Callable[[Check], Rule]:
+    """Make a rule of a check, with its name. In `parallel.pp cp`, the second field is of the same section."""
+    dotted: list[str] = []
+    for field in fields.split():
+        dotted.append(field if "." in field else f"{dotted[-1].rpartition('.')[0]}.{field}")
+    return lambda check: Rule(check.__name__, check, why, tuple(dotted))
 
 
 def rules_in(names: Mapping[str, object]) -> list[Rule]:

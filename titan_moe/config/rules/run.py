@@ -23,7 +23,7 @@ def source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
     if d.source != "synthetic" and not d.path:
         path = PATHS.get(d.source, "a hub name, a folder, or a file type beside data.files")
         problem = f'data.path = "" leaves data.source = "{d.source}" nothing to read'
-        yield Problem(problem, "data.source", hint=f"data.path = {path}")
+        yield Problem(problem, hint=f"data.path = {path}")
 
 
 @rule("other sources ignore this field", "data.source files subset is_streamed")
@@ -31,8 +31,7 @@ def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[
     d = recipe.data
     for key in ("files", "subset", "is_streamed"):
         if d.source != "datasets" and getattr(d, key):
-            problem = f'data.{key} = {in_toml(getattr(d, key))} belongs to data.source = "datasets", not "{d.source}"'
-            yield Problem(problem, f"data.{key} source")
+            yield f'data.{key} = {in_toml(getattr(d, key))} belongs to data.source = "datasets", not "{d.source}"'
 
 
 @rule("a larger id has no row in the embedding", "model.vocab_size")
@@ -63,7 +62,7 @@ def synthetic_data_holds_out_no_share(recipe: Recipe, world_size: int) -> Iterat
         yield f'data.holdout_fraction = {d.holdout_fraction:g} has no effect with data.source = "synthetic"'
 
 
-@rule("validation needs text that training does not see", "data.holdout_fraction", "validation.every_steps")
+@rule("validation needs text that training does not see", "data.holdout_fraction validation.every_steps")
 def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction != 0
@@ -74,14 +73,14 @@ def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("the tokenizer turns token ids into text", "metrics.sample_tokens", "data.tokenizer")
+@rule("the tokenizer turns token ids into text", "metrics.sample_tokens data.tokenizer")
 def sample_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.metrics.sample_tokens > 0 and not recipe.data.tokenizer:
         problem = f'metrics.sample_tokens = {recipe.metrics.sample_tokens} cannot be read with data.tokenizer = ""'
-        yield Problem(problem, "metrics.sample_tokens", hint="data.tokenizer of the ids")
+        yield Problem(problem, hint="data.tokenizer of the ids")
 
 
-@rule("the model continues a held-out prompt", "metrics.sample_tokens", "data.source holdout_fraction")
+@rule("the model continues a held-out prompt", "metrics.sample_tokens data.source holdout_fraction")
 def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, num_tokens = recipe.data, recipe.metrics.sample_tokens
     if num_tokens > 0 and d.source == "synthetic":
@@ -96,7 +95,7 @@ def two_checkpoints_are_kept(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield "checkpoint.keep_latest = 1 is too few; 0 keeps all"
 
 
-@rule("a trace is written when its last step ends", "profile.start_step num_steps", "train.steps")
+@rule("a trace is written when its last step ends", "profile.start_step num_steps train.steps")
 def trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, steps = recipe.profile, recipe.train.steps
     last_step = p.start_step + p.num_steps - 1

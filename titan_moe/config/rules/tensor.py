@@ -10,8 +10,7 @@ from titan_moe.config.rules.rule import Problem, is_no_divisor, rule, rules_in
 
 @rule(
     "each tp rank computes whole heads, which share a key/value head with the same number of others",
-    "parallel.tp",
-    "model.attention.num_heads num_kv_heads",
+    "parallel.tp model.attention.num_heads num_kv_heads",
 )
 def tp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     a, tp = recipe.model.attention, recipe.parallel.tp
@@ -29,7 +28,10 @@ def _heads_fit(recipe: Recipe, tp: int) -> bool:
     return kv_heads < 1 or kv_heads % tp == 0 or tp % kv_heads == 0
 
 
-@rule("each tp rank has an equal part of this width", "parallel.tp")
+@rule(
+    "each tp rank has an equal part of this width",
+    "parallel.tp model.vocab_size ffn_hidden_size model.moe.shared_ffn_hidden_size",
+)
 def tp_divides_widths(recipe: Recipe, world_size: int) -> Iterator[str]:
     m, tp = recipe.model, recipe.parallel.tp
     widths = {"vocab_size": m.vocab_size}
@@ -40,10 +42,10 @@ def tp_divides_widths(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key, width in widths.items():
         if width > 0 and is_no_divisor(tp, width):
             problem = f"parallel.tp = {tp} does not divide model.{key} = {width}"
-            yield Problem(problem, "parallel.tp", f"model.{key}", steps=[tp])
+            yield Problem(problem, steps=[tp])
 
 
-@rule("between layers each tp rank has an equal part of every sequence", "parallel.tp", "train.seq_len_tokens")
+@rule("between layers each tp rank has an equal part of every sequence", "parallel.tp train.seq_len_tokens")
 def tp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
     tp, num_tokens = recipe.parallel.tp, recipe.train.seq_len_tokens
     if is_no_divisor(tp, num_tokens):
@@ -52,7 +54,7 @@ def tp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "FSDP shards the columns of weights whose rows tp splits, in equal parts, over dp_shard * cp ranks",
-    "parallel.dp_replicate tp cp",
+    "parallel.dp_replicate tp cp model.hidden_size model.attention.q_lora_rank kv_lora_rank",
 )
 def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, m = recipe.parallel, recipe.model
@@ -67,10 +69,10 @@ def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
             problem = (
                 f"{axes} = {num_shards} does not divide model.{key} = {width}, which parallel.tp = {p.tp} requires"
             )
-            yield Problem(problem, "parallel.dp_replicate tp cp", f"model.{key}", steps=[num_shards])
+            yield Problem(problem, steps=[num_shards])
 
 
-@rule("tensor parallelism does not support this setting yet", "parallel.tp", "model.class")
+@rule("tensor parallelism does not support this setting yet", "parallel.tp model.class")
 def tp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     m, p = recipe.model, recipe.parallel
     if p.tp > 1 and m.class_ != ModelConfig.class_:
@@ -79,9 +81,7 @@ def tp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "overlapped GEMMs read the memory of the other GPUs of a node, part by part, in the dtype of precision.compute",
-    "parallel.tp_comm_overlap tp",
-    "run.device",
-    "precision.linears format",
+    "parallel.tp_comm_overlap tp run.device precision.linears format",
 )
 def tp_overlap_is_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
