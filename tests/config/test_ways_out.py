@@ -51,7 +51,7 @@ def empty_file(tmp_path: Path) -> Path:
         (
             f"{ONE} --parallel.etp=2 --model.hidden_size=192 --model.moe.expert_mlp_bias=true",
             12,
-            "ffn_hidden_size = 48 or 96",
+            "ffn_hidden_size = 48, 96",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Changes of fields, and values near those of a recipe, nearest first: what a search for a way out tries."""
 
 import math
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from operator import attrgetter
@@ -50,9 +50,27 @@ def with_changes(root: Any, way: Way) -> Any:
     return reduce(lambda so_far, change: _with(so_far, _path(root, change.key), change.value), way, root)
 
 
-def cost_of(way: Way) -> float:
-    """How far the values of a set of changes are."""
-    return sum(change.cost for change in way)
+def listed(way: Way) -> str:
+    """In words: `parallel.ep = 4 and parallel.cp = 2`."""
+    *others, last = map(str, way)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def nearest(
+    ways: Iterable[Way], left: Callable[[Way], int | None], most_fields: int, most_values: int
+) -> dict[tuple[str, ...], list[Way]]:
+    """The ways that mend something, by their fields, the cheapest first. `left` tells how much each leaves of other
+    things, or None if it does not mend this one; of the same fields those are taken that leave least."""
+    found: dict[tuple[str, ...], list[tuple[int, Way]]] = {}
+    for way in sorted(ways, key=lambda way: sum(change.cost for change in way)):
+        keys = tuple(change.key for change in way)
+        is_full = sum(rest == 0 for rest, _ in found.get(keys, ())) == most_values
+        if is_full or (keys not in found and len(found) == most_fields):
+            continue
+        if (rest := left(way)) is not None:
+            found.setdefault(keys, []).append((rest, way))
+    least = {keys: min(rest for rest, _ in ways) for keys, ways in found.items()}
+    return {keys: [way for rest, way in ways if rest == least[keys]][:most_values] for keys, ways in found.items()}
 
 
 def fields_of(root: Any) -> dict[str, Key]:

@@ -6,14 +6,13 @@ a way out that is printed can be taken.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
+from titan_moe.config.changes import Change, Way, listed, nearest, value_of, with_changes
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import check_rules
-from titan_moe.config.schema import in_toml
 from titan_moe.plan.hardware import find_hardware
 
 Need = Callable[[Recipe, int], float]
@@ -79,25 +78,6 @@ CHANGES: dict[str, Values] = {
 of changes the sum. Fields that change what is trained, other than the rounding of moments, are left out."""
 
 
-class Change(NamedTuple):
-    """A value for a field."""
-
-    key: str
-    value: Any
-    cost: int
-
-    def __str__(self) -> str:
-        return f"{self.key} = {in_toml(self.value)}"
-
-    def apply(self, recipe: Recipe) -> Recipe:
-        """The recipe with this value."""
-        section, field = self.key.split(".")
-        return replace(recipe, **{section: replace(getattr(recipe, section), **{field: self.value})})
-
-
-Changes = tuple[Change, ...]
-
-
 def warn_of_excess(recipe: Recipe, world_size: int, need: Need, devices: list[str]) -> Iterator[str]:
     """A line for each device that has less memory than the recipe needs, with the nearest changes that fit. Of a device
     that is not known nothing is said."""
@@ -119,63 +99,54 @@ class _Search:
 
     def __init__(self, recipe: Recipe, world_size: int, need: Need) -> None:
         self.recipe, self.world_size, self.need = recipe, world_size, need
-        self._tried: dict[Changes, float] = {}
+        self._tried: dict[Way, float] = {}
 
-    def ways(self, limit_gib: float) -> list[Changes]:
+    def ways(self, limit_gib: float) -> list[Way]:
         """The cheapest sets that fit, of the fewest fields that do; of the same fields only the cheapest values. Beyond
         `MOST_FIELDS` there is one set, of all that saves."""
         for number in range(1, MOST_FIELDS + 1):
-            ways = dict[tuple[str, ...], Changes]()
-            for changes in self._sets(number):
-                keys = tuple(change.key for change in changes)
-                if keys in ways or (number > 1 and not self._may_fit(keys, limit_gib)):
-                    continue
-                if self._gib(changes) <= limit_gib:
-                    ways[keys] = changes
-                if len(ways) == MOST_WAYS:
-                    break
-            if ways:
-                return list(ways.values())
+            if ways := nearest(self._sets(number), lambda way: 0 if self._fits(way, limit_gib) else None, MOST_WAYS, 1):
+                return [way for (way,) in ways.values()]
             if self._gib(self._most) > HOPELESS * limit_gib:
                 return []
         return [self._most] if self._gib(self._most) <= limit_gib else []
 
-    def _may_fit(self, keys: tuple[str, ...], limit_gib: float) -> bool:
-        """Whether these fields fit at the values that need least, or that cannot be said because they break a rule."""
-        least = {change.key: change for change in self._useful}
-        gib = self._gib(tuple(least[key] for key in keys))
-        return gib <= limit_gib or gib == math.inf
+    def _fits(self, way: Way, limit_gib: float) -> bool:
+        """Whether a set fits. First its fields are tried at the values that need least, unless these break a rule."""
+        least = {change.key: change for change in self._useful} if len(way) > 1 else {}
+        gib = self._gib(tuple(least[change.key] for change in way)) if least else math.inf
+        return (gib <= limit_gib or gib == math.inf) and self._gib(way) <= limit_gib
 
-    def in_words(self, changes: Changes) -> str:
+    def in_words(self, changes: Way) -> str:
         """A set that fits, and what is needed with it."""
-        return f"{_listed(changes)} {'fits' if len(changes) == 1 else 'fit'}: {self._gib(changes):.3g} GiB"
+        return f"{listed(changes)} {'fits' if len(changes) == 1 else 'fit'}: {self._gib(changes):.3g} GiB"
 
     def why_none(self, limit_gib: float) -> str:
         """The nearest of the sets that were tried, and what to do where none fits."""
-        nearest = min(self._tried, key=self._tried.__getitem__)
+        closest = min(self._tried, key=self._tried.__getitem__)
         words = "no changes fit"
-        if nearest:
-            words += f"; the nearest, {_listed(nearest)}, {'need' if len(nearest) > 1 else 'needs'} "
-            words += f"{self._gib(nearest):.3g} GiB"
+        if closest:
+            words += f"; the nearest, {listed(closest)}, {'need' if len(closest) > 1 else 'needs'} "
+            words += f"{self._gib(closest):.3g} GiB"
         for number in (factor * self.world_size for factor in MORE_RANKS):
-            for changes in ((), nearest):
-                changed = _apply(changes, self.recipe)
+            for changes in ((), closest):
+                changed = with_changes(self.recipe, changes)
                 if not check_rules(changed, number) and (gib := self.need(changed, number)) <= limit_gib:
                     return f"{words}; {number:,} ranks {'with them ' if changes else ''}fit: {gib:.3g} GiB"
         return f"{words}; take fewer layers, or another layout on more ranks"
 
-    def _gib(self, changes: Changes) -> float:
+    def _gib(self, changes: Way) -> float:
         """What is needed with these changes; infinite if they break a rule."""
         if changes not in self._tried:
-            changed = _apply(changes, self.recipe)
+            changed = with_changes(self.recipe, changes)
             is_allowed = not changes or not check_rules(changed, self.world_size)
             self._tried[changes] = self.need(changed, self.world_size) if is_allowed else math.inf
         return self._tried[changes]
 
     @cached_property
-    def _singles(self) -> list[Changes]:
-        listed = ((key, value) for key, values in CHANGES.items() for value in values(_get(self.recipe, key)))
-        return [(Change(key, *value),) for key, value in listed]
+    def _singles(self) -> list[Way]:
+        of_fields = ((key, values(value_of(self.recipe, key))) for key, values in CHANGES.items())
+        return [(Change(key, *value),) for key, values in of_fields for value in values]
 
     @cached_property
     def _useful(self) -> list[Change]:
@@ -195,10 +166,10 @@ class _Search:
         return [single[0] for single in self._singles if is_useful(single[0])]
 
     @cached_property
-    def _most(self) -> Changes:
+    def _most(self) -> Way:
         """All changes that save more than a hundredth, taken in the order of the table, each at the value that needs
         least."""
-        taken: Changes = ()
+        taken: Way = ()
         for key in dict.fromkeys(change.key for change in self._useful):
             tries = [(*taken, change) for change in self._useful if change.key == key]
             taken = min([*tries, taken], key=self._gib)  # an equal one is taken: it may allow others
@@ -207,27 +178,8 @@ class _Search:
             taken = without if self._gib(without) <= 1.01 * self._gib(taken) else taken
         return taken
 
-    def _sets(self, number: int) -> list[Changes]:
-        """All sets of so many fields, the cheapest first; of equal ones those of the earlier fields."""
+    def _sets(self, number: int) -> Iterable[Way]:
+        """All sets of so many fields, in the order of these."""
         if number == 1:
-            return sorted(self._singles, key=_cost)
-        sets = (s for s in combinations(self._useful, number) if len({change.key for change in s}) == number)
-        return sorted(sets, key=_cost)
-
-
-def _apply(changes: Changes, recipe: Recipe) -> Recipe:
-    return reduce(lambda changed, change: change.apply(changed), changes, recipe)
-
-
-def _cost(changes: Changes) -> int:
-    return sum(change.cost for change in changes)
-
-
-def _listed(changes: Changes) -> str:
-    *others, last = map(str, changes)
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _get(recipe: Recipe, key: str) -> Any:
-    section, field = key.split(".")
-    return getattr(getattr(recipe, section), field)
+            return self._singles
+        return (way for way in combinations(self._useful, number) if len({change.key for change in way}) == number)

@@ -14,11 +14,11 @@ from titan_moe.config.rules.perf import PERF_RULES
 from titan_moe.config.rules.pipeline import PIPELINE_RULES
 from titan_moe.config.rules.precision import PRECISION_RULES
 from titan_moe.config.rules.ranges import RANGE_RULES, has_excessive_numbers
-from titan_moe.config.rules.rule import Breach, Rule
+from titan_moe.config.rules.rule import Rule
 from titan_moe.config.rules.run import RUN_RULES
 from titan_moe.config.rules.tensor import TENSOR_RULES
 
-__all__ = ["RULES", "Rule", "breaches_of", "check_rules", "ranks_of", "rules_of"]
+__all__ = ["RULES", "Rule", "check_rules", "ranks_of", "rules_of"]
 
 RULES: list[Rule] = [
     *RANGE_RULES,
@@ -41,13 +41,8 @@ def check_rules(recipe: Recipe, world_size: int | None = None) -> list[str]:
 
     The default `world_size` is the fewest ranks that the recipe fits. Numbers above their range are refused alone.
     """
-    return [str(breach) for breach in breaches_of(recipe, world_size)]
-
-
-def breaches_of(recipe: Recipe, world_size: int | None = None) -> list[Breach]:
-    """The same before it is put in words."""
     ranks = ranks_of(recipe, world_size)
-    return [breach for rule in rules_of(recipe) for breach in rule.breaches(recipe, ranks)]
+    return [str(breach) for rule in rules_of(recipe) for breach in rule.breaches(recipe, ranks)]
 
 
 def rules_of(recipe: Recipe) -> list[Rule]:
