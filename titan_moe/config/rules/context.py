@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, is_no_divisor, rule, rules_in
+from titan_moe.config.rules.rule import Problem, heads_fit, is_no_divisor, rule, rules_in
 
 HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM = 8, 256
 """Of the kernels of ring attention for GPUs."""
@@ -39,18 +39,12 @@ def cp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
 )
 def cp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, a = recipe.parallel, recipe.model.attention
-    if p.cp > 1 and p.cp_kind == "ulysses" and not _heads_fit(recipe, p.cp):
+    num_heads, num_kv_heads = (number // max(p.tp, 1) for number in (a.num_heads, a.num_kv_heads))
+    num_kv_heads = max(num_kv_heads, 1) if a.kind == "gqa" else num_heads
+    if p.cp > 1 and p.cp_kind == "ulysses" and not heads_fit(num_heads, num_kv_heads, p.cp):
         shared = f" over {a.num_kv_heads} key/value heads" if a.kind == "gqa" else ""
         of_tp = f" on {p.tp} tp ranks" if p.tp > 1 else ""
         yield f"parallel.cp = {p.cp} does not divide model.attention.num_heads = {a.num_heads}{shared}{of_tp}"
-
-
-def _heads_fit(recipe: Recipe, cp: int) -> bool:
-    """Whether the heads of a tp rank divide by the ranks, and its key/value heads by ranks or ranks by them."""
-    a, tp = recipe.model.attention, max(recipe.parallel.tp, 1)
-    num_heads = a.num_heads // tp
-    num_kv_heads = max(a.num_kv_heads // tp, 1) if a.kind == "gqa" else num_heads
-    return num_heads % cp == 0 and (num_kv_heads % cp == 0 or cp % num_kv_heads == 0)
 
 
 @rule("context parallelism does not support this setting", "parallel.cp model.class")

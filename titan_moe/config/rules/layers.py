@@ -1,10 +1,11 @@
 """The rules that layers keep by themselves, in a model that no recipe describes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
+from titan_moe.config.changes import value_of
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.perf import PerfConfig
@@ -59,17 +60,10 @@ def _of_layers(of_recipe: Rule) -> Rule:
     return replace(of_recipe, check=lambda layers, world_size: of_recipe.check(layers.recipe, 1), fields=fields)
 
 
-def _ranges(*sections: str) -> Rule:
-    return replace(numbers_are_in_range, check=lambda layers, world_size: numbers_out_of_range(layers.recipe, sections))
-
-
 OF_EXPERTS = [_of_layers(expert_rows_are_aligned), fused_experts_have_their_needs]
-OF_MOE = [_ranges("model", "model.moe"), *map(_of_layers, MOE_RULES), moe_layers_have_experts, *OF_EXPERTS]
-OF_ATTENTION = [_ranges("model", "model.attention"), *map(_of_layers, ATTENTION_RULES)]
-OF_A_MODEL = [
-    _ranges("model", "model.attention", "model.moe"),
-    *map(_of_layers, [*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES]),
-]
+OF_MOE = [*map(_of_layers, MOE_RULES), moe_layers_have_experts, *OF_EXPERTS]
+OF_ATTENTION = [*map(_of_layers, ATTENTION_RULES)]
+OF_A_MODEL = [*map(_of_layers, [*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES])]
 
 
 def check_moe(config: ModelConfig, kernels: Kernels) -> None:
@@ -77,8 +71,7 @@ def check_moe(config: ModelConfig, kernels: Kernels) -> None:
 
     Raises: ValueError with all problems and their ways out.
     """
-    _refuse(_wrong_values({"model": config, "model.moe": config.moe, "kernels": kernels}))
-    _refuse(_refusals(config, kernels, OF_MOE))
+    _refuse(Layers(config, kernels), ["model.moe"], OF_MOE)
 
 
 def check_attention(config: ModelConfig, kernels: Kernels) -> None:
@@ -86,8 +79,7 @@ def check_attention(config: ModelConfig, kernels: Kernels) -> None:
 
     Raises: ValueError with all problems and their ways out.
     """
-    _refuse(_wrong_values({"model": config, "model.attention": config.attention, "kernels": kernels}))
-    _refuse(_refusals(config, kernels, OF_ATTENTION))
+    _refuse(Layers(config, kernels), ["model.attention"], OF_ATTENTION)
 
 
 def check_model(config: ModelConfig, kernels: Kernels) -> None:
@@ -95,17 +87,25 @@ def check_model(config: ModelConfig, kernels: Kernels) -> None:
 
     Raises: ValueError with all problems and their ways out.
     """
-    sections = {"model": config, "model.attention": config.attention, "model.moe": config.moe}
-    _refuse(_wrong_values({**sections, "kernels": kernels}))
     rules = [*OF_A_MODEL, *OF_EXPERTS] if config.num_moe_layers > 0 else OF_A_MODEL
-    _refuse(_refusals(config, kernels, rules))
+    _refuse(Layers(config, kernels), ["model.attention", "model.moe"], rules)
 
 
-def _wrong_values(sections: Mapping[str, Any]) -> Iterator[str]:
+def _refuse(layers: Layers, parts: list[str], rules: list[Rule]) -> None:
+    sections = ["model", *parts]
+    ranges = replace(
+        numbers_are_in_range, check=lambda changed, world_size: numbers_out_of_range(changed.recipe, sections)
+    )
+    search = Search(layers, lambda changed: [ranges, *rules], lambda changed: 1)
+    if problems := list(_wrong_values(layers, [*sections, "kernels"])) or search.refusals():
+        raise ValueError("\n".join(problems))
+
+
+def _wrong_values(layers: Layers, sections: list[str]) -> Iterator[str]:
     """Values of another type, or that are none of the choices."""
-    for name, section in sections.items():
+    for name in sections:
         for key in keys_of(SECTIONS[name], f"{name}."):
-            value = getattr(section, key.attribute)
+            value = value_of(layers, key.dotted)
             if not key.is_section and not _fits(key, value):
                 yield f"{key.dotted} = {in_toml(value)} must be {type_in_words(key)}"
 
@@ -114,12 +114,3 @@ def _fits(key: Key, value: Any) -> bool:
     if key.choices:
         return value in list(key.choices)
     return isinstance(value, NUMBERS.get(key.type, key.type))
-
-
-def _refusals(config: ModelConfig, kernels: Kernels, rules: list[Rule]) -> list[str]:
-    return Search(Layers(config, kernels), lambda layers: rules, lambda layers: 1).refusals()
-
-
-def _refuse(problems: Iterable[str]) -> None:
-    if problems := list(problems):
-        raise ValueError("\n".join(problems))

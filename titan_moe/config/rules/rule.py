@@ -69,6 +69,12 @@ def is_no_divisor(divisor: int, number: int) -> bool:
     return divisor > 0 and number % divisor != 0
 
 
+def heads_fit(num_heads: int, num_kv_heads: int, num_ranks: int) -> bool:
+    """Whether heads divide by ranks, and key/value heads by ranks or ranks by them."""
+    shares = num_kv_heads < 1 or num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
+    return num_heads % num_ranks == 0 and shares
+
+
 def key_of_kernel(recipe: Recipe, operation: str) -> str:
     """The field that chooses the implementation of an operation: its override, if it has one."""
     return "perf.kernels" if getattr(recipe.perf.override, operation) == "no" else f"perf.override.{operation}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, is_no_divisor, rule, rules_in
+from titan_moe.config.rules.rule import Problem, heads_fit, is_no_divisor, rule, rules_in
 
 
 @rule(
@@ -14,18 +14,9 @@ from titan_moe.config.rules.rule import Problem, is_no_divisor, rule, rules_in
 )
 def tp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     a, tp = recipe.model.attention, recipe.parallel.tp
-    if not _heads_fit(recipe, tp):
+    if tp > 0 and not heads_fit(a.num_heads, a.num_kv_heads if a.kind == "gqa" else a.num_heads, tp):
         shared = f" over {a.num_kv_heads} key/value heads" if a.kind == "gqa" else ""
         yield f"parallel.tp = {tp} does not divide model.attention.num_heads = {a.num_heads}{shared}"
-
-
-def _heads_fit(recipe: Recipe, tp: int) -> bool:
-    """Whether heads divide by the ranks, and key/value heads by ranks or ranks by them."""
-    a = recipe.model.attention
-    if tp < 1 or is_no_divisor(tp, a.num_heads):
-        return tp < 1
-    kv_heads = a.num_kv_heads if a.kind == "gqa" else tp
-    return kv_heads < 1 or kv_heads % tp == 0 or tp % kv_heads == 0
 
 
 @rule(
