@@ -13,6 +13,7 @@ from titan_moe.config.rules.ranges import RANGES
         ("parallel.tp", 6, [], [7, 5, 8, 4]),
         ("train.seq_len_tokens", 130, [8], [128, 136, 120, 144]),
         ("model.ffn_hidden_size", 0, [128], [128, 64, 256]),
+        ("train.steps", 10**400, [], [Recipe().train.steps, 2**39, 2**38]),
         ("memory.recompute", "block", [], ["none", "experts"]),
         ("run.is_deterministic", True, [], [False]),
         ("parallel.expert_rank_capacity_factor", 0.5, [], ["auto", 1.25]),

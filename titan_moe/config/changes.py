@@ -86,8 +86,8 @@ def value_of(root: Any, dotted: str) -> Any:
 def neighbours(root: Any, dotted: str, steps: Collection[int] = ()) -> list[Change]:
     """Other values of a field, the nearest first. `steps` are numbers whose multiples may be wanted."""
     key, value, allowed = fields_of(root)[dotted], value_of(root, dotted), RANGES.get(dotted)
-    experimental = key.experimental
     extra = max((cost for name, cost in COSTS.items() if f"{dotted}.".startswith(f"{name}.")), default=0.0)
+    experimental = key.experimental
     costs: dict[Any, float] = {}
     for near, cost in _near(key, value, steps):
         if near != value and (allowed is None or isinstance(near, str) or near in allowed):
@@ -129,7 +129,7 @@ def _numbers(value: int, steps: Collection[int]) -> Iterator[int]:
 
 def _distance(near: int, value: int) -> float:
     """In factors of two; 0 is farther than 1, as it switches something off."""
-    return round(abs(math.log2((abs(near) or 0.4) / (abs(value) or 0.4))), 3)
+    return round(abs(math.log2(abs(near) or 0.4) - math.log2(abs(value) or 0.4)), 3)
 
 
 def _path(root: Any, dotted: str) -> list[str]:
