@@ -50,13 +50,8 @@ from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
-from titan_moe.kernels.experts.fp8.mlp import (
-    fp8_blockwise_expert_mlp,
-    fp8_expert_mlp,
-    quantize_experts,
-    quantize_experts_in_blocks,
-)
+from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.attention import Context
 from titan_moe.layers.moe import MoE
@@ -175,19 +170,16 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     for kind in (partial(SymmMemFusedDispatcher, memory=shared), in_an_arena):
         layer, queue = MoE(MODEL, kernels=PRESETS["fused"]).to(device, dtype), WeightGradQueue()
         layer.dispatcher = kind(NUM_EXPERTS, permute=PERMUTE["triton"])
-        layer.experts.mlp = QueuedMLP(layer.experts.mlp, queue)
+        layer.experts.mlp = replace(layer.experts.mlp, queue=queue)
         with queue.delaying() as pending:
             run_layer(layer, is_trained=True)
         pending.compute()
-    for mlp, quantize, width in (
-        (fp8_expert_mlp, quantize_experts, WIDTH),
-        (fp8_blockwise_expert_mlp, quantize_experts_in_blocks, 128),
-    ):
+    for format, width in ((FP8_ROWWISE, WIDTH), (FP8_BLOCKWISE, 128)):
         of_width = replace(MODEL, hidden_size=width, moe=replace(MODEL.moe, ffn_hidden_size=width))
         layer = MoE(of_width, kernels=PRESETS["fused"]).to(device, dtype)
-        layer.experts.mlp = mlp
+        layer.experts.mlp = FusedMLP(format)
         run_layer(layer, is_trained=True, width=width)  # weights are quantised for each use
-        layer.experts.codes = CodesCache(layer.experts, quantize, dtype, keeps=True)
+        layer.experts.codes = CodesCache(layer.experts, format, dtype, keeps=True)
         run_layer(layer, is_trained=True, width=width)
     shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
     sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp

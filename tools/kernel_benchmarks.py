@@ -13,13 +13,8 @@ from torch import Tensor
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.choose import ROUTE_TOKENS
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
-from titan_moe.kernels.experts.fp8.mlp import (
-    fp8_blockwise_expert_mlp,
-    fp8_expert_mlp,
-    quantize_experts,
-    quantize_experts_in_blocks,
-)
-from titan_moe.kernels.experts.fused_mlp import with_scores_first
+from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, with_scores_first
 from titan_moe.kernels.experts.grouped_mm import grouped_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
@@ -89,7 +84,7 @@ def experts_in_fp8(shape: dict[str, int]) -> Case:
     def draw(device: torch.device) -> Sample:
         sample = case.draw(device)
         gate_up, down = sample.args[2:4]
-        codes = [make(gate_up, down, False) for make in (quantize_experts, quantize_experts_in_blocks)]
+        codes = [format.quantize(gate_up, down, False) for format in (FP8_ROWWISE, FP8_BLOCKWISE)]
         return Sample(sample.name, (*sample.args, codes), sample.num_differentiable)
 
     return case._replace(draw=draw)
@@ -286,10 +281,10 @@ BENCHMARKS = {
     "fp8_expert_mlp": Benchmark(
         {name: experts_in_fp8(shape) for name, shape in EXPERT_SHAPES.items()},
         {
-            "titan_moe": without_codes(with_scores_first(fp8_expert_mlp)),
-            "with given codes": with_given_codes(fp8_expert_mlp, 0),
-            "blockwise": without_codes(with_scores_first(fp8_blockwise_expert_mlp)),
-            "blockwise, with given codes": with_given_codes(fp8_blockwise_expert_mlp, 1),
+            "titan_moe": without_codes(with_scores_first(FusedMLP(FP8_ROWWISE))),
+            "with given codes": with_given_codes(FusedMLP(FP8_ROWWISE), 0),
+            "blockwise": without_codes(with_scores_first(FusedMLP(FP8_BLOCKWISE))),
+            "blockwise, with given codes": with_given_codes(FusedMLP(FP8_BLOCKWISE), 1),
             "in bf16": without_codes(FUSED),
         },
     ),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support import load
 from support.gpus import NUM_GPUS, take_gpu
+from support.reference_rows import ROWWISE_ROWS
 from torch import Tensor
 
 from titan_moe.dispatch import CloningDispatcher, HierarchicalDispatcher, TokenDispatcher
@@ -21,7 +22,6 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
 from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import NodeGroups, _number_copies, open_node_groups
-from titan_moe.dispatch.row_format import FP8_REFERENCE
 from titan_moe.dispatch.symm_memory import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 
@@ -85,8 +85,8 @@ def run_codes_and_clones(folder: str | None) -> tuple[list[bool], list[Tensor]]:
     groups, memory, device = share(folder)
     module, drawn, coded = symm_mem.my_experts(device), symm_mem.my_inputs("skewed", device), []
     for dispatcher in (
-        HierarchicalDispatcher(NUM_EXPERTS, groups, row_format=FP8_REFERENCE),
-        HierarchicalDispatcher(NUM_EXPERTS, groups, row_format=FP8_REFERENCE, memory=memory),
+        HierarchicalDispatcher(NUM_EXPERTS, groups, row_format=ROWWISE_ROWS.name),
+        HierarchicalDispatcher(NUM_EXPERTS, groups, row_format=ROWWISE_ROWS.name, memory=memory),
     ):
         module.zero_grad()
         symm_mem.poison(memory)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import load
+from support.reference_rows import ROWWISE_ROWS
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,11 +32,11 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
 from titan_moe.dispatch.hierarchical import open_node_groups
 from titan_moe.dispatch.optional_clones import ReplicaSlots
-from titan_moe.dispatch.row_format import FP8_REFERENCE
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
-from titan_moe.kernels.experts.fp8.packed import WHOLE_ROW
+from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
+from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.unsharded_experts import caching_casts, use_unsharded_experts
 from titan_moe.plan.loads import LayerLoads
@@ -110,7 +111,7 @@ COLLECTIVE: dict[str, Callable[[], TokenDispatcher]] = {
     "allgather, asynchronous": lambda: AllGatherDispatcher(NUM_EXPERTS, dist.group.WORLD, collectives=ASYNC),
     "alltoall": lambda: AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD),
     "alltoall, asynchronous": lambda: AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD, collectives=ASYNC),
-    "alltoall in fp8": lambda: AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD, row_format=FP8_REFERENCE),
+    "alltoall in fp8": lambda: AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD, row_format=ROWWISE_ROWS.name),
     "hierarchical": hierarchical,
     "hierarchical, asynchronous": partial(hierarchical, collectives=ASYNC),
     "experts in parts": with_parts_of_experts,
@@ -181,7 +182,7 @@ def capacity_with_places(num_places: int, num_ranks: int, device: torch.device, 
         equal_local.HIDDEN,
         fused.dtype_of(device),
         device,
-        scale_columns=WHOLE_ROW if is_fp8 else None,
+        format=FP8_ROWWISE if is_fp8 else PLAIN,
         num_places=num_places,
     )
     worst = num_ranks * T
@@ -199,7 +200,7 @@ def run_over_memory(folder: str | None, kind: str) -> list[bool]:
         dispatcher = symm_mem.build_dispatcher(memory, module, num_replicas)
         drawn = [symm_mem.my_inputs(routing, device) for routing in ROUTINGS]
     else:
-        module = fused.my_experts(device, *[fp8_expert_mlp] if "fp8" in kind else [])
+        module = fused.my_experts(device, *[FusedMLP(FP8_ROWWISE)] if "fp8" in kind else [])
         way = partial(SymmMemFusedDispatcher, overlaps="tile" in kind)
         dispatcher = fused.dispatcher_of(way, memory, module, num_replicas)
         drawn = [fused.my_inputs(routing, device) for routing in ROUTINGS]
@@ -218,7 +219,7 @@ def run_arena(folder: str | None, overlaps: bool, is_fp8: bool) -> tuple[list[bo
     whether a step is void, with a place for each microbatch in flight, with the bound lifted, and with one place for
     both."""
     memory, device = symm_mem.share(folder)
-    module = fused.my_experts(device, *[fp8_expert_mlp] if is_fp8 else [])
+    module = fused.my_experts(device, *[FusedMLP(FP8_ROWWISE)] if is_fp8 else [])
     dispatcher = fused.dispatcher_of(partial(SymmMemFusedDispatcher, overlaps=overlaps), memory, module)
     drawn = [fused.my_inputs(routing, device) for routing in ROUTINGS]
     expected = run_in_order(ONE_AFTER_THE_OTHER, dispatcher, module, drawn)

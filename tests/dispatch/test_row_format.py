@@ -7,14 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import load
+from support.reference_rows import BLOCKWISE_ROWS, ROWWISE_ROWS
 from torch import Tensor
 
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.collectives import SYNC
-from titan_moe.dispatch.row_format import BLOCKWISE_REFERENCE, FP8, FP8_REFERENCE, PLAIN, pack, packed_width, unpack
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.kernels.choose import PERMUTE
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.format import ExpertFormat
+from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
+from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.kernels.formats.casts import round_to
 
 equal_local, symm_mem, fused = (
@@ -37,11 +40,11 @@ def send_both_ways(kind: str, routing: str) -> list[tuple[list[Tensor], list[Ten
     as_rounded = (rounded(mine[0]), *mine[1:3], rounded(mine[3]))
     for collectives in (SYNC, ASYNC):
         ways = []
-        for row_format, drawn in ((FP8_REFERENCE, mine), (PLAIN, as_rounded)):
+        for format, drawn in ((ROWWISE_ROWS, mine), (PLAIN, as_rounded)):
             module = equal_local.experts(rank * per_rank, (rank + 1) * per_rank)
             of_all = per_rank * num_ranks
             dispatcher = equal_local.KINDS[kind](
-                of_all, dist.group.WORLD, collectives=collectives, row_format=row_format
+                of_all, dist.group.WORLD, collectives=collectives, row_format=format.name
             )
             ways.append(equal_local.serve(dispatcher, module, drawn))
         answers.append(tuple(ways))
@@ -59,11 +62,11 @@ def test_rows_are_sent_as_codes(ranks: Any, kind: str, routing: str) -> None:
 def run_symm_mem(folder: str | None) -> list[list[list[Tensor]]]:
     """Of each routing, the results of experts in fp8 whose rows travel as they are, and as codes."""
     memory, device = symm_mem.share(folder)
-    module, answers = fused.my_experts(device, fp8_expert_mlp), []
+    module, answers = fused.my_experts(device, FusedMLP(FP8_ROWWISE)), []
     for routing in ROUTINGS:
         ways = []
-        for row_format in (PLAIN, FP8):
-            dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, PERMUTE["triton"], row_format=row_format)
+        for format in (PLAIN, FP8_ROWWISE):
+            dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, PERMUTE["triton"], row_format=format.name)
             module.zero_grad()
             symm_mem.poison(memory)
             home = equal_local.serve(dispatcher, module, fused.my_inputs(routing, device))
@@ -92,15 +95,15 @@ def test_experts_in_fp8_do_not_see_how_rows_travelled_on_gpus(ranks_of_a_size: A
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("row_format", "name", "width"), [(FP8_REFERENCE, "fp8_rowwise", 48), (BLOCKWISE_REFERENCE, "fp8_blockwise", 640)]
+    ("format", "name", "width"), [(ROWWISE_ROWS, "fp8_rowwise", 48), (BLOCKWISE_ROWS, "fp8_blockwise", 640)]
 )
 def test_packed_rows_have_their_width_and_come_back_rounded(
-    dtype: torch.dtype, row_format: str, name: Any, width: int
+    dtype: torch.dtype, format: ExpertFormat, name: Any, width: int
 ) -> None:
     torch.manual_seed(0)
     x_SD = torch.randn(7, width).to(dtype) * torch.randn(7, width).mul(4).exp2().to(dtype)
-    packed = pack(x_SD, row_format)
-    assert packed.dtype == dtype and packed.shape == (7, packed_width(width, dtype, row_format))
+    packed = format.pack(x_SD)
+    assert packed.dtype == dtype and packed.shape == (7, format.row_width(width, dtype))
     expected = round_to(x_SD.float(), name, "activation", -1, power_of_two_scales=True).to(dtype)
-    assert torch.equal(unpack(packed, row_format), expected)
-    assert pack(x_SD, PLAIN) is x_SD and unpack(x_SD, PLAIN) is x_SD and packed_width(width, dtype, PLAIN) == width
+    assert torch.equal(format.unpack(packed), expected)
+    assert PLAIN.pack(x_SD) is PLAIN.unpack(x_SD) is x_SD and PLAIN.row_width(width, dtype) == width

@@ -14,15 +14,14 @@ import pytest
 import torch
 from support import load
 
-from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fp8.mlp import (
-    ROWWISE_MLPS,
-    fp8_blockwise_expert_mlp,
-    fp8_blockwise_expert_mlp_with_plain_weight_gradients,
-    fp8_expert_mlp,
-    fp8_expert_mlp_with_plain_weight_gradients,
+from titan_moe.kernels.experts.fp8.format import (
+    FP8_BLOCKWISE,
+    FP8_BLOCKWISE_PLAIN_WGRAD,
+    FP8_ROWWISE,
+    FP8_ROWWISE_PLAIN_WGRAD,
 )
 from titan_moe.kernels.experts.fp8.packed import BLOCK
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 
 fused, in_arena = load("dispatch/test_symm_mem_fused"), load("dispatch/test_symm_mem_mlp")
 equal_local = fused.equal_local
@@ -79,7 +78,7 @@ def check_both(answers: list[Any], routings: tuple[str, ...] = ROUTINGS) -> None
 @pytest.mark.parametrize(("routings", "most_slots"), [(ROUTINGS[1:2], 0.0), (ROUTINGS, 8.0)], ids=["0.0", "8.0"])
 def test_files_carry_rows_in_fp8(ranks: Any, tmp_path: Path, routings: tuple[str, ...], most_slots: float) -> None:
     """Sums that leave early, and those that do not, of a skewed routing alone, as in test_symm_mem_fused.py."""
-    check_both(ranks(2, fused.run_both, str(tmp_path), routings, 0, most_slots, fp8_expert_mlp), routings)
+    check_both(ranks(2, fused.run_both, str(tmp_path), routings, 0, most_slots, FusedMLP(FP8_ROWWISE)), routings)
 
 
 @pytest.mark.few("rounded_weight_gradients")
@@ -87,12 +86,12 @@ def test_files_carry_rows_in_fp8(ranks: Any, tmp_path: Path, routings: tuple[str
 @pytest.mark.parametrize(
     ("ways", "mlp"),
     [
-        (("kept", "compiled", "delayed"), fp8_expert_mlp),
-        (("lifted", "delayed"), fp8_expert_mlp_with_plain_weight_gradients),
+        (("kept", "compiled", "delayed"), FusedMLP(FP8_ROWWISE)),
+        (("lifted", "delayed"), FusedMLP(FP8_ROWWISE_PLAIN_WGRAD)),
     ],
     ids=["rounded_weight_gradients", "plain_weight_gradients"],
 )
-def test_files_of_an_arena_keep_rows_in_fp8(ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: ExpertMLP) -> None:
+def test_files_of_an_arena_keep_rows_in_fp8(ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: FusedMLP) -> None:
     in_arena.check_ways(ranks(2, in_arena.run_ways, str(tmp_path), ways, True, 0, mlp))
 
 
@@ -105,7 +104,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpreted
 def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide: None) -> None:
-    check_both(ranks(2, both_in_blocks, str(tmp_path), ROUTINGS, 0, 8.0, fp8_blockwise_expert_mlp))
+    check_both(ranks(2, both_in_blocks, str(tmp_path), ROUTINGS, 0, 8.0, FusedMLP(FP8_BLOCKWISE)))
 
 
 @pytest.mark.few("rounded_weight_gradients")
@@ -113,36 +112,36 @@ def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide
 @pytest.mark.parametrize(
     ("ways", "mlp"),
     [
-        (("kept", "too small", "checkpointed"), fp8_blockwise_expert_mlp),
-        (("lifted", "delayed"), fp8_blockwise_expert_mlp_with_plain_weight_gradients),
+        (("kept", "too small", "checkpointed"), FusedMLP(FP8_BLOCKWISE)),
+        (("lifted", "delayed"), FusedMLP(FP8_BLOCKWISE_PLAIN_WGRAD)),
     ],
     ids=["rounded_weight_gradients", "plain_weight_gradients"],
 )
 def test_files_of_an_arena_keep_scales_of_blocks(
-    ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: ExpertMLP
+    ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: FusedMLP
 ) -> None:
     in_arena.check_ways(ranks(2, ways_in_blocks, str(tmp_path), ways, True, 0, mlp))
 
 
 @fused.with_gpus
 def test_gpus_carry_rows_with_scales_of_blocks(ranks_of_a_size: Any, num_ranks: int, wide: None) -> None:
-    check_both(ranks_of_a_size(num_ranks, both_in_blocks, None, ROUTINGS, 0, 8.0, fp8_blockwise_expert_mlp))
+    check_both(ranks_of_a_size(num_ranks, both_in_blocks, None, ROUTINGS, 0, 8.0, FusedMLP(FP8_BLOCKWISE)))
 
 
 @fused.with_gpus
 def test_gpus_carry_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int) -> None:
-    check_both(ranks_of_a_size(num_ranks, fused.run_both, None, ROUTINGS, 0, 8.0, fp8_expert_mlp))
+    check_both(ranks_of_a_size(num_ranks, fused.run_both, None, ROUTINGS, 0, 8.0, FusedMLP(FP8_ROWWISE)))
 
 
 @fused.with_gpus
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_gpus_of_an_arena_keep_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int, overlaps: bool) -> None:
     ways = tuple(in_arena.WAYS)
-    for mlp in ROWWISE_MLPS:
-        in_arena.check_ways(ranks_of_a_size(num_ranks, in_arena.run_ways, None, ways, overlaps, 0, mlp))
+    for format in (FP8_ROWWISE, FP8_ROWWISE_PLAIN_WGRAD):
+        in_arena.check_ways(ranks_of_a_size(num_ranks, in_arena.run_ways, None, ways, overlaps, 0, FusedMLP(format)))
 
 
 @fused.with_gpus
 def test_gpus_of_an_arena_keep_scales_of_blocks(ranks_of_a_size: Any, num_ranks: int) -> None:
     ways = tuple(in_arena.WAYS)
-    in_arena.check_ways(ranks_of_a_size(num_ranks, ways_in_blocks, None, ways, True, 0, fp8_blockwise_expert_mlp))
+    in_arena.check_ways(ranks_of_a_size(num_ranks, ways_in_blocks, None, ways, True, 0, FusedMLP(FP8_BLOCKWISE)))

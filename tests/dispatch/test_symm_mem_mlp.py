@@ -7,6 +7,7 @@ Ranks and kernels are those of test_symm_mem_fused.py.
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,9 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
-from titan_moe.kernels.experts.fp8.mlp import scale_columns
-from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
+from titan_moe.kernels.experts.format import ExpertFormat
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp
+from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.plan.loads import LayerLoads
 
@@ -56,15 +56,13 @@ def capacity_with_arena(
     *,
     is_checkpointed: bool = False,
     num_replicas: int = 0,
-    scale_columns: int | None = None,
+    format: ExpertFormat = PLAIN,
     num_places: int = 1,
 ) -> ExpertCapacity:
     """The arena's memory is NaN: what is not written must not be read. With several places, one less is delayed."""
     capacity = ExpertCapacity(factor, device)
     places = {"num_places": num_places, "num_delayed_places": num_places - 1}
-    arena = Arena(
-        D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, scale_columns=scale_columns, **places
-    )
+    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, format=format, **places)
     worst = num_ranks * T
     num_local = equal_local.NUM_EXPERTS // num_ranks + num_replicas
     capacity.use_arena(arena, LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local)))
@@ -126,7 +124,8 @@ def run_delayed(dispatcher: TokenDispatcher, module: GroupedExperts, device: tor
     other places."""
     queue, capacity = WeightGradQueue(), dispatcher.capacity
     arena, other = capacity.arena, deepcopy(module)
-    module.mlp, other.mlp = QueuedMLP(module.mlp, queue), QueuedMLP(module.mlp, queue)
+    mlp = module.mlp
+    module.mlp = other.mlp = replace(mlp, queue=queue)
 
     def run(
         number: int, module: GroupedExperts, drawn: list[list[Tensor]], between: Callable[[], None]
@@ -146,7 +145,7 @@ def run_delayed(dispatcher: TokenDispatcher, module: GroupedExperts, device: tor
     try:
         return run(1, module, draw_layers(device), between)
     finally:
-        module.mlp = module.mlp.mlp
+        module.mlp = mlp
 
 
 def run_ways(
@@ -154,7 +153,7 @@ def run_ways(
     ways: tuple[str, ...],
     overlaps: bool,
     num_replicas: int = 0,
-    mlp: ExpertMLP = fused_expert_mlp,
+    mlp: FusedMLP = fused_expert_mlp,
 ) -> tuple[list[Tensor], dict[str, tuple[list[Tensor], bool, float]]]:
     """The results of a microbatch that autograd keeps; and by way, those in an arena, whether the step is void, and the
     factor that it needed."""
@@ -175,7 +174,7 @@ def run_ways(
             device,
             is_checkpointed=wrap == "checkpoint",
             num_replicas=num_replicas,
-            scale_columns=scale_columns(mlp),
+            format=mlp.format,
             num_places=3 if wrap == "delay" else 1,
         )
         dispatcher.capacity = inner.capacity = capacity if factor else ExpertCapacity(device=device)

@@ -23,7 +23,7 @@ from titan_moe.data.packing import Batch
 from titan_moe.dispatch import symm_mem_delayed_mlp as delayed_mlp
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_memory import close_symm_memory, open_symm_memory
-from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
@@ -175,14 +175,14 @@ def train_with_and_without_delay(recipe: Recipe, port: int) -> tuple[list[float]
     """Losses of launched runs whose experts delay their weight gradients, and whose do not; whether all weights are
     equal; and how many weight gradients of layers are delayed."""
 
-    def at_once(mlp: QueuedMLP, weights: ExpertWeights) -> tuple[ExpertWeights, None]:
+    def at_once(mlp: FusedMLP, weights: ExpertWeights) -> tuple[ExpertWeights, None]:
         return weights, None
 
     with conftest.as_rank(port), process_group(recipe.run) as device:
         ways: list[Any] = []
-        for delay in (QueuedMLP.delay, at_once):
+        for delay in (FusedMLP.delay, at_once):
             with (
-                mock.patch.object(QueuedMLP, "delay", delay),
+                mock.patch.object(FusedMLP, "delay", delay),
                 mock.patch.object(delayed_mlp, "backward_weight", side_effect=delayed_mlp.backward_weight) as late,
             ):
                 run = capture.launched(recipe, device)

@@ -15,12 +15,7 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import gemm_modules
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.kernels.experts.fp8.mlp import (
-    fp8_blockwise_expert_mlp,
-    fp8_expert_mlp,
-    quantize_experts,
-    quantize_experts_in_blocks,
-)
+from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
 from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
@@ -126,18 +121,13 @@ def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("formats", "mlp", "quantize"),
-    [
-        (ROWWISE, fp8_expert_mlp, quantize_experts),
-        (GemmFormats(*("fp8_blockwise",) * 3), fp8_blockwise_expert_mlp, quantize_experts_in_blocks),
-    ],
+    ("formats", "format"),
+    [(ROWWISE, FP8_ROWWISE), (GemmFormats(*("fp8_blockwise",) * 3), FP8_BLOCKWISE)],
 )
-def test_native_experts_have_the_kernels_of_their_formats(formats: GemmFormats, mlp: Any, quantize: Any) -> None:
+def test_native_experts_have_the_kernels_of_their_formats(formats: GemmFormats, format: Any) -> None:
     layer = GroupedExperts(2, 16, 16)
     experts.convert_experts(layer, formats, "native")
-    assert layer.mlp is mlp and layer.quantize is quantize
-    copied = deepcopy(layer)
-    assert copied.mlp is mlp and copied.quantize is quantize
+    assert layer.mlp.format is format and deepcopy(layer).mlp is layer.mlp
 
 
 def test_native_blockwise_layers_are_those_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from titan_moe.compile.read_backs import add_barriers
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch.base import ExpertInputs, Routed
 from titan_moe.dispatch.cloning import CloningExchange
-from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.layers.block import Block
@@ -38,7 +37,7 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
         elif isinstance(module, MoE):  # in a block of any class, also a user's
             for piece in (module.router, module.shared_experts):
                 piece.forward = _compile(piece.forward)  # type: ignore[method-assign]
-            if not isinstance(module.experts.mlp, QueuedMLP):  # which is one kernel after the other, with side effects
+            if getattr(module.experts.mlp, "queue", None) is None:  # or it is kernels with side effects
                 module.experts.compute = _compile_experts(module)  # type: ignore
         elif isinstance(module, Block):
             name = "forward" if _is_dense(module) else "front"

@@ -17,7 +17,7 @@ from titan_moe.config.dispatchers import ALLTOALL
 from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.collectives import SYNC, Collectives, all_to_all
 from titan_moe.dispatch.row_exchange import PendingRows, RowCopies, RowExchange, copy_rows
-from titan_moe.dispatch.row_format import PLAIN
+from titan_moe.kernels.experts.formats import COMPUTE
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 
 
@@ -42,10 +42,10 @@ class AllToAllDispatcher(TokenDispatcher):
         group: dist.ProcessGroup,
         permute: Permute = sort_by_expert,
         collectives: Collectives = SYNC,
-        row_format: str = PLAIN,
+        row_format: str = COMPUTE,
     ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `group`; `collectives` are synchronous or
-        asynchronous; `row_format` is how rows and gradients of results are sent (row_format.py)."""
+        asynchronous; `row_format` is how rows and gradients of results are sent (`FORMATS`)."""
         super().__init__(permute)
         self.group, self.rows = group, RowExchange(group, collectives, row_format)
         self.num_ranks = group.size()

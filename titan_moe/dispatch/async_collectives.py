@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.collectives import Collective, Collectives, sum_of_parts
-from titan_moe.dispatch.row_format import PLAIN, pack, unpack
+from titan_moe.kernels.experts.formats import COMPUTE, FORMATS
 
 _wait = torch.ops._c10d_functional.wait_tensor
 
@@ -79,11 +79,11 @@ class _StartAllToAll(torch.autograd.Function):
         row_format: str, gradient_format: str,
     ) -> Tensor:  # fmt: skip
         ctx.handle, ctx.gradient_format = handle, gradient_format
-        return _exchange(pack(x, row_format), received, sent, group)
+        return _exchange(FORMATS[row_format].pack(x), received, sent, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return unpack(_wait(ctx.handle.take()), ctx.gradient_format), *(None,) * 6
+        return FORMATS[ctx.gradient_format].unpack(_wait(ctx.handle.take())), *(None,) * 6
 
 
 class _WaitAllToAll(torch.autograd.Function):
@@ -97,11 +97,12 @@ class _WaitAllToAll(torch.autograd.Function):
         save_empty_for_recompute(ctx, x)
         ctx.handle, ctx.received, ctx.sent, ctx.group = handle, received, sent, group
         ctx.gradient_format, ctx.shape = gradient_format, x.shape
-        return unpack(_wait(x), row_format)
+        return FORMATS[row_format].unpack(_wait(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.handle.pending = _exchange(pack(grad, ctx.gradient_format), ctx.sent, ctx.received, ctx.group)
+        packed = FORMATS[ctx.gradient_format].pack(grad)
+        ctx.handle.pending = _exchange(packed, ctx.sent, ctx.received, ctx.group)
         # of the shape that autograd requires, and never read
         return grad if grad.shape == ctx.shape else grad.new_empty(()).expand(ctx.shape), *(None,) * 6
 
@@ -156,8 +157,8 @@ def _start_all_to_all(
     received: Sequence[int],
     sent: Sequence[int],
     group: dist.ProcessGroup,
-    row_format: str = PLAIN,
-    gradient_format: str = PLAIN,
+    row_format: str = COMPUTE,
+    gradient_format: str = COMPUTE,
 ) -> PendingRows:
     handle = GradientHandle()
     pending = _StartAllToAll.apply(x, handle, received, sent, group.group_name, row_format, gradient_format)
@@ -169,8 +170,8 @@ def _wait_all_to_all(
     received: Sequence[int],
     sent: Sequence[int],
     group: dist.ProcessGroup,
-    row_format: str = PLAIN,
-    gradient_format: str = PLAIN,
+    row_format: str = COMPUTE,
+    gradient_format: str = COMPUTE,
 ) -> Tensor:
     return _WaitAllToAll.apply(*rows, received, sent, group.group_name, row_format, gradient_format)
 

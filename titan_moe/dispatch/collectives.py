@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titan_moe.dispatch.row_format import PLAIN, pack, unpack
+from titan_moe.kernels.experts.formats import COMPUTE, FORMATS
 
 # torch 2.13 renamed it, and warns of the old name
 all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,13 +31,13 @@ def _all_to_all(
     received: Sequence[int],
     sent: Sequence[int],
     group: str,
-    row_format: str = PLAIN,
-    gradient_format: str = PLAIN,
+    row_format: str = COMPUTE,
+    gradient_format: str = COMPUTE,
 ) -> Tensor:
-    packed = pack(x, row_format)
+    packed = FORMATS[row_format].pack(x)
     out = packed.new_empty(sum(received), *packed.shape[1:])
     dist.all_to_all_single(out, packed.contiguous(), list(received), list(sent), group=_resolve_process_group(group))
-    return unpack(out, row_format)
+    return FORMATS[row_format].unpack(out)
 
 
 _all_to_all.register_fake(lambda x, received, *_: x.new_empty(sum(received), *x.shape[1:]))
@@ -100,12 +100,12 @@ def all_to_all(
     received: Sequence[int],
     sent: Sequence[int],
     group: dist.ProcessGroup,
-    row_format: str = PLAIN,
-    gradient_format: str = PLAIN,
+    row_format: str = COMPUTE,
+    gradient_format: str = COMPUTE,
 ) -> Tensor:
     """Send `sent[p]` rows of x to each rank p and receive `received[p]` rows from it, in rank order.
 
-    Rows are sent in `row_format`, their gradients in `gradient_format` (row_format.py).
+    Rows are sent in `row_format`, their gradients in `gradient_format` (`FORMATS`).
 
     Shapes: [sum(sent), ...] -> [sum(received), ...].
     """

@@ -45,9 +45,9 @@ from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC, Collectives, all_to_all
 from titan_moe.dispatch.row_exchange import PendingRows, RowCopies, RowExchange, copy_rows
-from titan_moe.dispatch.row_format import PLAIN
 from titan_moe.dispatch.symm_mem import symm_get, symm_plan, symm_put
 from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.kernels.experts.formats import COMPUTE
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 from titan_moe.kernels.symm_mem.row_plan import RowPlan
 from titan_moe.plan.loads import visit_probability
@@ -135,14 +135,14 @@ class HierarchicalDispatcher(TokenDispatcher):
         groups: NodeGroups,
         permute: Permute = sort_by_expert,
         collectives: Collectives = SYNC,
-        row_format: str = PLAIN,
+        row_format: str = COMPUTE,
         *,
         memory: SymmMemory | None = None,
         capacity: ExpertCapacity | None = None,
         num_routed_experts: int | None = None,
     ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of both groups, nodes first; `collectives` are
-        synchronous or asynchronous; `row_format` is how rows and gradients of results are sent (row_format.py).
+        synchronous or asynchronous; `row_format` is how rows and gradients of results are sent (`FORMATS`).
 
         With `memory`, of the ranks of this node for M·T tokens on each, rows within it are sent there, and `capacity`
         bounds rows and slots. `num_routed_experts` is smaller than `num_experts` if that counts replica slots."""

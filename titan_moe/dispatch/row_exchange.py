@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_moe.dispatch.base import Pending
 from titan_moe.dispatch.collectives import Collectives
-from titan_moe.dispatch.row_format import PLAIN
+from titan_moe.kernels.experts.formats import COMPUTE
 from titan_moe.kernels.permute.rows import gather_rows, sum_slots
 
 
@@ -61,7 +61,7 @@ class RowExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, collectives: Collectives, row_format: str) -> None:
-        """`row_format` is how rows and gradients of results are sent (row_format.py); sums are sent as they are."""
+        """`row_format` is how rows and gradients of results are sent (`FORMATS`); sums are sent as they are."""
         self.group, self.all_to_all, self.row_format = group, collectives.all_to_all, row_format
 
     def start(self, x_TD: Tensor, ids_UK: Tensor, scores_TK: Tensor, copies: RowCopies) -> PendingRows:
@@ -69,7 +69,7 @@ class RowExchange:
         start, splits, (tokens_U, copies_TP, *_) = self.all_to_all.start, self._splits(copies), copies
         ids_SK = start(ids_UK.int(), *splits)
         scores_SK = start(gather_rows(scores_TK, tokens_U, copies_TP), *splits)
-        x_SD = start(gather_rows(x_TD, tokens_U, copies_TP), *splits, self.row_format, PLAIN)
+        x_SD = start(gather_rows(x_TD, tokens_U, copies_TP), *splits, self.row_format, COMPUTE)
         return PendingRows(ids_SK, scores_SK, x_SD)
 
     def wait_assignments(self, pending: PendingRows, copies: RowCopies) -> tuple[Tensor, Tensor]:
@@ -79,15 +79,15 @@ class RowExchange:
 
     def wait_rows(self, pending: PendingRows, copies: RowCopies) -> Tensor:
         """Wait for x_SD."""
-        return self.all_to_all.wait(pending.x_SD, *self._splits(copies), self.row_format, PLAIN)
+        return self.all_to_all.wait(pending.x_SD, *self._splits(copies), self.row_format, COMPUTE)
 
     def start_back(self, y_SD: Tensor, copies: RowCopies) -> Pending:
         """Start to send each row's partial result to the rank that sent the row."""
-        return self.all_to_all.start(y_SD, *self._splits_back(copies), PLAIN, self.row_format)
+        return self.all_to_all.start(y_SD, *self._splits_back(copies), COMPUTE, self.row_format)
 
     def sum_back(self, pending: Pending, copies: RowCopies) -> Tensor:
         """Wait for the partial results and sum those of each token in at least fp32 and in rank order: -> [T, D]."""
-        y_UD = self.all_to_all.wait(pending, *self._splits_back(copies), PLAIN, self.row_format)
+        y_UD = self.all_to_all.wait(pending, *self._splits_back(copies), COMPUTE, self.row_format)
         return sum_slots(y_UD, copies.tokens_U, copies.copies_TP)
 
     def _splits(self, copies: RowCopies) -> tuple[Sequence[int], Sequence[int], dist.ProcessGroup]:

@@ -31,8 +31,8 @@ from torch import Tensor
 from titan_moe.config.dispatchers import SYMM_MEM
 from titan_moe.dispatch.base import ExpertInputs, Pending, TokenDispatcher, routed
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.row_format import PLAIN, pack, packed_width, unpack
 from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.kernels.experts.formats import COMPUTE, FORMATS
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 from titan_moe.kernels.symm_mem.arrays import SymmArray, SymmArrays, narrower, symm_arrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
@@ -64,11 +64,11 @@ class SymmMemDispatcher(TokenDispatcher):
         permute: Permute = sort_by_expert,
         capacity: ExpertCapacity | None = None,
         num_routed_experts: int | None = None,
-        row_format: str = PLAIN,
+        row_format: str = COMPUTE,
     ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `memory`; `capacity` bounds rows and slots.
         `num_routed_experts` is the router's number of experts, for the expected number of rows; it is smaller if
-        `num_experts` counts replica slots. `row_format`: how rows and gradients of results are sent (row_format.py)."""
+        `num_experts` counts replica slots. `row_format`: how rows and gradients of results are sent (`FORMATS`)."""
         super().__init__(permute, capacity)
         self.memory, self.row_format = memory, row_format
         self.num_routed_experts = num_routed_experts or num_experts
@@ -119,7 +119,7 @@ class SymmMemDispatcher(TokenDispatcher):
 
 def _as_sent(rows: SymmArray, row_format: str) -> SymmArray:
     """The array of rows as they are sent."""
-    return narrower(rows, packed_width(rows.local.shape[2], rows.local.dtype, row_format))
+    return narrower(rows, FORMATS[row_format].row_width(rows.local.shape[2], rows.local.dtype))
 
 
 def _row_arrays(memory: Tensor, peer_ptrs_P: Tensor, num_tokens: int, like_ND: Tensor) -> SymmArrays:
@@ -160,13 +160,13 @@ def symm_get(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     plan = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q)
     arrays = symm_arrays(memory, peer_ptrs_P, len(x_TD), x_TD.shape[1], ids_TK.shape[1], x_TD.dtype, scores_TK.dtype)
-    sent, x_TW = _as_sent(arrays.rows, row_format), pack(x_TD, row_format)
+    sent, x_TW = _as_sent(arrays.rows, row_format), FORMATS[row_format].pack(x_TD)
     symm_barrier(arrays.signals, rank)
     own_rows(sent).copy_(x_TW)
     arrays.ids.local.copy_(ids_TK)
     own_scores(arrays.scores).copy_(scores_TK)
     symm_barrier(arrays.signals, rank)
-    x_SD = unpack(get_rows(plan, sent, rank, max_rows), row_format, recv_offsets_Q[-1:])
+    x_SD = FORMATS[row_format].unpack(get_rows(plan, sent, rank, max_rows), recv_offsets_Q[-1:])
     ids_SK, scores_SK = get_assignments(plan, arrays, rank, num_local_experts, max_rows)
     return x_SD, scores_SK, ids_SK
 
@@ -220,12 +220,12 @@ def _get_gradients(
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, row_format: str, max_rows: int,
 ) -> Tensor:  # fmt: skip
     arrays = _row_arrays(memory, peer_ptrs_P, len(dy_TD), dy_TD)
-    sent, dy_TW = _as_sent(arrays.rows, row_format), pack(dy_TD, row_format)
+    sent, dy_TW = _as_sent(arrays.rows, row_format), FORMATS[row_format].pack(dy_TD)
     symm_barrier(arrays.signals, rank)
     own_rows(sent).copy_(dy_TW)
     symm_barrier(arrays.signals, rank)
     plan = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q)
-    return unpack(get_rows(plan, sent, rank, max_rows), row_format, recv_offsets_Q[-1:])
+    return FORMATS[row_format].unpack(get_rows(plan, sent, rank, max_rows), recv_offsets_Q[-1:])
 
 
 _get_gradients.register_fake(lambda dy_TD, *rest: dy_TD.new_empty(rest[-1], dy_TD.shape[1]))

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_moe.dispatch.symm_mem_mlp import NUM_OF_KEPT, NUM_OF_PLAN, Backward, Delayed, Sizes, forward
 from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.experts.arena import Arena
+from titan_moe.kernels.experts.formats import FORMATS
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stage_sets import ROUNDS_WEIGHT_GRADIENTS, delayed_dw, new_dactive, row_width
 from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
@@ -31,14 +31,15 @@ from titan_moe.kernels.experts.weights import Tensors
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_dx", mutates_args=())
 def backward_input(
     dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: str, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of rows and scores, and what `backward_weight` needs beside `kept`: gradients of received results and
     of activations, and base. With an arena, which must keep rows, the former two are empty, and base is int64 [2]."""
     of = Sizes(*sizes)
-    run, arena = Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, of, dy_TD), Arena.of(of.arena)
+    run, arena = Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, format, sizes, dy_TD), Arena.of(of.arena)
     if arena is None:
-        dactive = new_dactive(dy_TD, of.num_slots, weights[1].shape[2], of.stage_format)
+        dtype = FORMATS[format].result_dtype(dy_TD.dtype)
+        dactive = dy_TD.new_empty(of.num_slots, weights[1].shape[2], dtype=dtype)
         dy_SW, base = dy_TD.new_empty(of.max_rows, run.rows.x_SW.shape[1]), dy_TD.new_empty(0, dtype=torch.int64)
         delayed = Delayed(dy_SW, dactive, None)
     else:
@@ -54,17 +55,23 @@ def backward_input(
 
 @backward_input.register_fake
 def _(dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors, *rest: Any) -> tuple[Tensor, ...]:
-    (*_, scores_R, _), of = kept, Sizes(*rest[-1])
+    (*_, scores_R, _), format, of = kept, FORMATS[rest[-2]], Sizes(*rest[-1])
     num_rows, num_slots = (0, 0) if of.arena else (of.max_rows, of.num_slots)
-    dy_SW = dy_TD.new_empty(num_rows, row_width(dy_TD.shape[1], dy_TD.element_size(), of.stage_format))
-    dactive = new_dactive(dy_TD, num_slots, weights[1].shape[2], of.stage_format)
+    dy_SW = dy_TD.new_empty(num_rows, format.row_width(dy_TD.shape[1], dy_TD.dtype))
+    dactive = dy_TD.new_empty(num_slots, weights[1].shape[2], dtype=format.result_dtype(dy_TD.dtype))
     base = dy_TD.new_empty(2 if of.arena else 0, dtype=torch.int64)
     return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(plan[0].shape), dy_SW, dactive, base
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_dw", mutates_args=())
 def backward_weight(
-    kept: Tensors, delayed: Tensors, shape: Sequence[int], rank: int, num_ranks: int, sizes: Sequence[int]
+    kept: Tensors,
+    delayed: Tensors,
+    shape: Sequence[int],
+    rank: int,
+    num_ranks: int,
+    format: str,
+    sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up, which has this shape, and down, from what `forward` and `backward_input` have kept. Nothing
     is exchanged."""
@@ -78,9 +85,9 @@ def backward_weight(
         x_SW, hidden, dy_SW, dactive = arena.buffers
         bases = base, delayed_base
     tiles = None
-    if of.stage_format in ROUNDS_WEIGHT_GRADIENTS:  # by tile: those of the backward
+    if FORMATS[format].rounds_weight_grads:  # by tile: those of the backward
         tiles = plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS, rank, num_ranks, of.usual_slots)
-    return delayed_dw(dy_SW, x_SW, slots, tiles, dactive, hidden, *bases, of.stage_format)
+    return FORMATS[format].delayed_dw(dy_SW, x_SW, slots, tiles, dactive, hidden, *bases)
 
 
 @backward_weight.register_fake
@@ -107,28 +114,29 @@ class _QueuedMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        saved, (_, peer_ptrs_P, rank) = ctx.saved_tensors, ctx.shared
+        saved, (_, peer_ptrs_P, rank, format) = ctx.saved_tensors, ctx.shared
         end = NUM_OF_PLAN + NUM_OF_KEPT
         plan, kept, weights = saved[:NUM_OF_PLAN], saved[NUM_OF_PLAN:end], saved[end:]
         rest = (None,) * (NUM_OF_PLAN + len(weights))
         if dy_TD is None:
             return *(None,) * 5, *rest
         dx_TD, dscores_TK, *delayed = backward_input(dy_TD.contiguous(), plan, weights, kept, *ctx.shared, [*ctx.sizes])
-        of_ranks = rank, peer_ptrs_P.numel(), [*ctx.sizes]
+        of_ranks = rank, peer_ptrs_P.numel(), format, [*ctx.sizes]
         ctx.delay(partial(backward_weight, kept, delayed, [*weights[0].shape], *of_ranks))
         return None, None, None, dx_TD, dscores_TK, *rest
 
 
 def run_mlp(
     x_TD: Tensor, scores_TK: Tensor, plan: Tensors, weights: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes, delay: Delay | None = None,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: str, sizes: Sizes,
+    delay: Delay | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Results, whether slots overflowed, and the running ends of each expert's slots. Arguments are those of `forward`.
 
     `delay`, if given, takes over the computation of the weight gradients in backward; weights have no clones then, and
     the arena, if there is one, can delay.
     """
-    shared = memory, peer_ptrs_P, rank
+    shared = memory, peer_ptrs_P, rank, format
     if delay is not None:
         return _QueuedMLP.apply(delay, shared, sizes, x_TD, scores_TK, *plan, *weights)
     y_TD, overflowed, *_, offsets_e = forward(x_TD, scores_TK, plan, weights, *shared, [*sizes])

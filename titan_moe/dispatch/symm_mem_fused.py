@@ -21,8 +21,6 @@ Used alone, with memory and calls as in symm_mem.py:
     y_TD = dispatcher.combine(experts(inputs), inputs)
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,36 +32,9 @@ from titan_moe.dispatch.symm_mem_mlp import Sizes
 from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
-from titan_moe.kernels.experts.fp8.mlp import (
-    fp8_blockwise_expert_mlp,
-    fp8_blockwise_expert_mlp_with_plain_weight_gradients,
-    fp8_expert_mlp,
-    fp8_expert_mlp_with_plain_weight_gradients,
-    operands,
-)
-from titan_moe.kernels.experts.fp8.packed import BLOCK
-from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
-from titan_moe.kernels.experts.stage_sets import (
-    BLOCKWISE,
-    BLOCKWISE_WITH_PLAIN_WEIGHT_GRADIENTS,
-    FP8,
-    FP8_WITH_PLAIN_WEIGHT_GRADIENTS,
-    PLAIN,
-)
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.weights import ExpertWeights
 
-OPERANDS: dict[ExpertMLP, tuple[Callable[[ExpertWeights], list[Tensor]], int]] = {
-    fused_expert_mlp: (matrices, PLAIN),
-    fp8_expert_mlp: (operands, FP8),
-    fp8_expert_mlp_with_plain_weight_gradients: (operands, FP8_WITH_PLAIN_WEIGHT_GRADIENTS),
-    fp8_blockwise_expert_mlp: (partial(operands, columns=BLOCK), BLOCKWISE),
-    fp8_blockwise_expert_mlp_with_plain_weight_gradients: (
-        partial(operands, columns=BLOCK),
-        BLOCKWISE_WITH_PLAIN_WEIGHT_GRADIENTS,
-    ),
-}
-"""What the operation takes of weights, and the format of its stages, for each MLP whose stages it has."""
 USUAL_LOAD = 1.25
 """Slots over the balanced load for which launches have a thread block each; those of more slots take turns."""
 
@@ -100,19 +71,18 @@ class PeerTokens(NamedTuple):
 
         Raises: ValueError for experts with another MLP than the fused ones.
         """
+        if not isinstance(mlp, FusedMLP):
+            raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
         delay = None
-        if isinstance(mlp, QueuedMLP):
+        if mlp.queue is not None:
             arena = Arena.of(self.of.arena)
             if arena is None or arena.can_delay:  # else backward gets the rows of one layer after the other again
                 weights, delay = mlp.delay(weights)
-            mlp = mlp.mlp
-        if mlp not in OPERANDS:
-            raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
         ids_TK, scores_TK, plan, _ = self.sent
-        operands_of, stage_format = OPERANDS[mlp]
-        of = self.of._replace(stage_format=stage_format)
-        plan_and_weights = [ids_TK, *plan[:3]], operands_of(weights)
-        return CombinedOutput(*run_mlp(rows, scores_TK, *plan_and_weights, *self.memory, of, delay))
+        plan_and_weights = [ids_TK, *plan[:3]], mlp.format.operands(weights)
+        return CombinedOutput(
+            *run_mlp(rows, scores_TK, *plan_and_weights, *self.memory, mlp.format.name, self.of, delay)
+        )
 
     def with_exchange(self, exchange: Exchange) -> "PeerTokens":
         return self._replace(exchange=exchange)

@@ -24,9 +24,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.dispatch.symm_mem import known_plan
 from titan_moe.kernels.experts.arena import Arena
+from titan_moe.kernels.experts.format import ExpertFormat, Passes, Work
+from titan_moe.kernels.experts.formats import FORMATS
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stage_sets import PLAIN, Stages, Work, new_hidden, row_width, split_gradients, stages_of
 from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
@@ -59,8 +60,6 @@ class Sizes(NamedTuple):
     """Handle of the arena of what backward needs; without one, autograd keeps it."""
     overlaps: int
     """1 if copy blocks get and put rows beside the GEMMs, 0 if rows are got before and put after them."""
-    stage_format: int = PLAIN
-    """One of kernels/experts/stage_sets.py."""
 
 
 class Kept(NamedTuple):
@@ -88,6 +87,7 @@ class _Peers(NamedTuple):
     """`arrays.rows` for rows as they are sent."""
     rank: int
     ids_TK: Tensor
+    format: ExpertFormat
     sizes: Sizes
 
     def barrier(self) -> None:
@@ -107,17 +107,17 @@ class _Peers(NamedTuple):
         schedule = schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.sent, self.arrays.rows, self.rank)
         return Work(slots, tiles, schedule)
 
-    def up(self, stages: Stages, num_features: int, work: Work, place: Kept | None) -> tuple[Kept, Any]:
+    def up(self, passes: Passes, num_features: int, work: Work, place: Kept | None) -> tuple[Kept, Any]:
         """Get the rows, and compute hidden states and weighted activations of their slots, the former two in `place`;
         without it in new tensors."""
         like, max_rows, num_slots = self.sent.local, self.sizes.max_rows, self.sizes.num_slots
         if place is None:
-            hidden = new_hidden(like, num_slots, num_features, self.sizes.stage_format)
+            hidden = self.format.new_hidden(like, num_slots, num_features)
             place = Kept(like.new_empty(max_rows, like.shape[2]), hidden, None)
         x_SW, hidden, base = place
         if work.schedule is None:
             get_rows(self.plan, self.sent, self.rank, max_rows, out=x_SW, base=base)
-        return place, stages.up(x_SW, work, hidden, base)
+        return place, passes.up(x_SW, work, hidden, base)
 
     def overlaps_put(self) -> bool:
         """Whether sums are put beside the GEMM, by the expected number of slots of a row under random routing."""
@@ -126,45 +126,46 @@ class _Peers(NamedTuple):
         visits = num_ranks * visit_probability(num_ranks * num_local_experts, num_local_experts, num_choices)
         return num_choices <= MAX_SLOTS_PER_ROW_OVERLAPPED * visits
 
-    def put_sums(self, stage: Callable[..., Tensor], work: Work) -> None:
-        """Run a stage that computes slots, and put each row's sum of them, beside the stage's GEMM or after it."""
+    def put_sums(self, compute: Callable[..., Tensor], work: Work) -> None:
+        """Run a pass that computes slots, and put each row's sum of them, beside its GEMM or after it."""
         slots, tiles, schedule = work
         if schedule is None or not self.overlaps_put():
-            y_RD = stage(Work(slots, tiles), in_triton=schedule is not None)
+            y_RD = compute(Work(slots, tiles), in_triton=schedule is not None)
             sums_SD = slot_sum(y_RD, slots.slots_SK, self.plan.recv_offsets_Q[-1:])
             put_rows(sums_SD, self.plan, self.arrays.rows, self.rank)
             return
-        stage(work, in_triton=True)
+        compute(work, in_triton=True)
         num_rows, num_choices = slots.slots_SK.shape
         if slots.rows_R.numel() < num_rows * min(num_choices, self.sizes.num_local_experts):
             # a row may have overflowed: its step is skipped, but its result must be finite
             clear_rows_without_slots(slots.slots_SK, self.plan, self.arrays.rows, self.rank)
 
 
-def _peers(plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes, like_TD: Tensor) -> _Peers:
+def _peers(
+    plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: ExpertFormat, sizes: Sizes, like_TD: Tensor
+) -> _Peers:
     """View the arrays, whose layout is the same for a layer's rows and its gradients."""
     ids_TK, *of_rows = plan
     (num_tokens, width), num_choices = like_TD.shape, ids_TK.shape[1]
     scores = torch.promote_types(like_TD.dtype, torch.float32)
     arrays = symm_arrays(memory, peer_ptrs_P, num_tokens, width, num_choices, like_TD.dtype, scores)
-    sent = narrower(arrays.rows, row_width(width, like_TD.element_size(), sizes.stage_format))
-    return _Peers(known_plan(*of_rows), arrays, sent, rank, ids_TK, sizes)
+    sent = narrower(arrays.rows, format.row_width(width, like_TD.dtype))
+    return _Peers(known_plan(*of_rows), arrays, sent, rank, ids_TK, format, sizes)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem", mutates_args=())
 def forward(
     x_TD: Tensor, scores_TK: Tensor, plan: Tensors, weights: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: str, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Results, whether slots overflowed, and what backward needs: rows, hidden states, base, and slots.
 
     With an arena rows and hidden states are empty, and base is int64 [4]. `plan` is ids_TK and the first three of a
-    `RowPlan`, `weights` are those of `stages_of`, `sizes` are `Sizes`.
+    `RowPlan`, `weights` are `ExpertFormat.operands`, `sizes` are `Sizes`.
     """
-    of = Sizes(*sizes)
-    stages = stages_of(weights, of.stage_format)
-    peers = _peers(plan, memory, peer_ptrs_P, rank, of, x_TD)
-    x_TW = stages.pack(x_TD)
+    of, passes = Sizes(*sizes), FORMATS[format].passes(weights)
+    peers = _peers(plan, memory, peer_ptrs_P, rank, FORMATS[format], of, x_TD)
+    x_TW = peers.format.pack(x_TD)
     peers.barrier()
     peers.offer(x_TW)
     peers.arrays.ids.local.copy_(peers.ids_TK)
@@ -178,9 +179,9 @@ def forward(
     if arena is not None:
         base = arena.take(peers.plan.recv_offsets_Q[-1:], slots.offsets_e[-1:])
         place = Kept(arena.rows_AW, arena.hidden_BH, base)
-    (x_SW, hidden, _), active = peers.up(stages, weights[1].shape[2], work, place)
+    (x_SW, hidden, _), active = peers.up(passes, weights[1].shape[2], work, place)
     peers.barrier()
-    peers.put_sums(partial(stages.down, active), work)
+    peers.put_sums(partial(passes.down, active), work)
     peers.barrier()
     y_TD = sum_partial_results(peers.plan.sent_mask_TP, peers.arrays.rows)
     if arena is None:
@@ -195,10 +196,10 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
     def index(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return x_TD.new_empty(shape, dtype=dtype)
 
-    of = Sizes(*rest[-1])
+    format, of = FORMATS[rest[-2]], Sizes(*rest[-1])
     num_kept, num_hidden = (0, 0) if of.arena else (of.max_rows, of.num_slots)
-    x_SW = x_TD.new_empty(num_kept, row_width(x_TD.shape[1], x_TD.element_size(), of.stage_format))
-    hidden = new_hidden(x_TD, num_hidden, weights[1].shape[2], of.stage_format)
+    x_SW = x_TD.new_empty(num_kept, format.row_width(x_TD.shape[1], x_TD.dtype))
+    hidden = format.new_hidden(x_TD, num_hidden, weights[1].shape[2])
     base = index(4 if of.arena else 0, dtype=torch.int64)
     slots = (index(of.num_slots), index(of.max_rows, scores_TK.shape[1]), scores_TK.new_empty(of.num_slots))
     return x_TD.new_empty(x_TD.shape), index(), x_SW, hidden, base, *slots, index(of.num_local_experts)
@@ -207,30 +208,31 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
 class Backward(NamedTuple):
     """The operands of a backward."""
 
-    stages: Stages
+    passes: Passes
     peers: _Peers
     work: Work
     rows: Kept
 
     @staticmethod
     def of(
-        plan: Tensors, weights: Tensors, kept: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes,
-        like_TD: Tensor,
+        plan: Tensors, weights: Tensors, kept: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: str,
+        sizes: Sequence[int], like_TD: Tensor,
     ) -> "Backward":  # fmt: skip
         x_SW, hidden, base, *of_slots = kept
-        peers, arena = _peers(plan, memory, peer_ptrs_P, rank, sizes, like_TD), Arena.of(sizes.arena)
+        peers = _peers(plan, memory, peer_ptrs_P, rank, FORMATS[format], Sizes(*sizes), like_TD)
+        arena = Arena.of(peers.sizes.arena)
         rows = Kept(x_SW, hidden, None)
         if arena is not None:
             rows = Kept(arena.rows_AW, arena.hidden_BH, base)
             arena.verify(base)
         work = peers.schedule(ExpertSlots(*of_slots))
-        return Backward(stages_of(weights, sizes.stage_format), peers, work, rows)
+        return Backward(peers.format.passes(weights), peers, work, rows)
 
     def put_gradients(self, dy_TD: Tensor, delayed: Delayed | None = None) -> tuple[Tensor, Any]:
         """Get gradients of results, and put those of rows and scores. Returns what weight gradients need, the first of
         it in `delayed`, if it is given."""
-        (stages, peers, work, rows), sizes = self, self.peers.sizes
-        dy_TW = stages.pack(dy_TD)
+        (passes, peers, work, rows), sizes = self, self.peers.sizes
+        dy_TW = peers.format.pack(dy_TD)
         peers.barrier()
         peers.offer(dy_TW)
         peers.barrier()
@@ -239,10 +241,10 @@ class Backward(NamedTuple):
         dy_SW, dactive, base = delayed
         if work.schedule is None:
             get_rows(peers.plan, peers.sent, peers.rank, sizes.max_rows, out=dy_SW, base=base)
-        gradients, dscores_R = stages.d_down(dy_SW, rows.x_SW, work, rows.hidden, rows.base, dactive, base)
+        gradients, dscores_R = passes.d_down(dy_SW, rows.x_SW, work, rows.hidden, rows.base, dactive, base)
         peers.barrier()
         put_scores(scores_of_slots(dscores_R, work.slots.slots_SK), peers.plan, peers.arrays.scores, peers.rank)
-        peers.put_sums(partial(stages.d_up, gradients), work)
+        peers.put_sums(partial(passes.d_up, gradients), work)
         return dy_SW, gradients
 
     def sum_gradients(self) -> tuple[Tensor, Tensor]:
@@ -258,22 +260,21 @@ class Backward(NamedTuple):
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_backward", mutates_args=())
 def backward(
     dy_TD: Tensor, x_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int], is_trained: bool,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: str, sizes: Sequence[int], is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
-    of = Sizes(*sizes)
-    run = Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, of, dy_TD)
-    stages, peers, work, rows = run
-    arena = Arena.of(of.arena)
+    run = Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, format, sizes, dy_TD)
+    passes, peers, work, rows = run
+    arena = Arena.of(peers.sizes.arena)
     if arena is not None and arena.backward_recomputes:
-        x_TW = stages.pack(x_TD)
+        x_TW = peers.format.pack(x_TD)
         peers.barrier()
         peers.offer(x_TW)
         peers.barrier()
-        peers.up(stages, weights[1].shape[2], work, rows)
+        peers.up(passes, weights[1].shape[2], work, rows)
     dy_SW, gradients = run.put_gradients(dy_TD)
     if is_trained:
-        grads = stages.dw(dy_SW, rows.x_SW, work, gradients, rows.hidden, rows.base)
+        grads = peers.format.dw(dy_SW, rows.x_SW, work.slots, work.tiles, gradients, rows.hidden, rows.base)
     else:
         grads = dy_SW.new_empty(0), dy_SW.new_empty(0)
     return *run.sum_gradients(), *grads
@@ -290,7 +291,7 @@ def _(dy_TD: Tensor, x_TD: Any, plan: Tensors, weights: Tensors, kept: Tensors, 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     # the memory must not be a saved tensor: offloading would copy all of it
-    x_TD, _, plan, weights, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes = inputs
+    x_TD, _, plan, weights, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.format, ctx.sizes = inputs
     _, overflowed, *kept = output
     # with an arena backward may have to send the rows again; the router keeps them in any case
     sent = x_TD if Sizes(*ctx.sizes).arena else x_TD.new_empty(0)
@@ -301,18 +302,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _autograd_backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
     are_trained = ctx.needs_input_grad[3]
     if dy_TD is None:
-        return None, None, [None] * 4, [None] * len(are_trained), *(None,) * 4
+        return None, None, [None] * 4, [None] * len(are_trained), *(None,) * 5
     x_TD, *saved = ctx.saved_tensors
     end = NUM_OF_PLAN + NUM_OF_KEPT
     plan, kept, weights = saved[:NUM_OF_PLAN], saved[NUM_OF_PLAN:end], saved[end:]
     is_trained = any(are_trained)
-    dx_TD, dscores_TK, *grads = backward(
-        dy_TD.contiguous(), x_TD, plan, weights, kept, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes, is_trained
-    )
-    of_weights = (
-        split_gradients(weights, grads, Sizes(*ctx.sizes).stage_format) if is_trained else [None] * len(weights)
-    )
-    return dx_TD, dscores_TK, [None] * 4, of_weights, *(None,) * 4
+    shared = ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.format, ctx.sizes
+    dx_TD, dscores_TK, *grads = backward(dy_TD.contiguous(), x_TD, plan, weights, kept, *shared, is_trained)
+    of_weights = FORMATS[ctx.format].split(weights, grads) if is_trained else [None] * len(weights)
+    return dx_TD, dscores_TK, [None] * 4, of_weights, *(None,) * 5
 
 
 forward.register_autograd(_autograd_backward, setup_context=_save)

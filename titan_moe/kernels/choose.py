@@ -4,13 +4,13 @@ Each table maps the values of a field of `config.kernels.Kernels` to functions o
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
-from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP, can_queue
-from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, GroupedGemm, QueuedGroupedMM
 from titan_moe.kernels.experts.swiglu_down import (
     SwiGLUDown,
@@ -74,8 +74,8 @@ def _composite(choice: str, weighs_input: bool) -> ExpertMLP:
 
 def choose_queued_expert_mlp(mlp: ExpertMLP, queue: WeightGradQueue) -> ExpertMLP | None:
     """The same MLP with weight gradients that the queue delays; None if it has none of its own: emulated formats."""
-    if can_queue(mlp):
-        return QueuedMLP(mlp, queue)
+    if isinstance(mlp, FusedMLP):
+        return replace(mlp, queue=queue)
     for choice, weighs_input in product(GROUPED_GEMM, (False, True)):
         if mlp == _composite(choice, weighs_input):
             return CompositeMLP(QUEUED_GROUPED_GEMM[choice](queue), weighs_input=weighs_input)

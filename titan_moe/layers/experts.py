@@ -21,19 +21,15 @@ GatherWeights = Callable[[Tensor, ExpertWeights, Exchange], tuple[Tensor, Expert
 """Rows, own weights, exchange -> rows, and own weights with clones."""
 
 
-Quantize = Callable[[Tensor, Tensor, bool], list[Tensor]]
-"""gate_up, down, whether they are rounded to bf16 first -> `ExpertWeights.codes`."""
-
-
 class GroupedExperts(nn.Module):
     """SwiGLU experts that read rows by index, weigh them by their routing score and sum a row's slots.
 
     Gate and up are one parameter, so that one GEMM reads both. `local` maps a parameter to the plain tensor of this
     rank's experts in compute's dtype; it is identity unless experts are sharded. `gather_weights` adds planned clones;
     rows pass through it, so that it communicates after them. `delays_weight_grads` enables `delayed_weights`
-    (kernels/experts/delayed_weight_grads.py). An `mlp` whose format is not that of the weights has `quantize`; `codes`
-    returns what it has made of them for several uses, if anything. `num_width_parts` ranks have parts of F, and their
-    results are added up, so each adds that part of the down bias.
+    (kernels/experts/delayed_weight_grads.py). `codes` returns what the MLP's format has made of weights for several
+    uses, if anything. `num_width_parts` ranks have parts of F, and their results are added up, so each adds that part
+    of the down bias.
     """
 
     parameter_dims = {"gate_up": "e2FL", "down": "eLF", "gate_up_bias": "e2F", "down_bias": "eL"}
@@ -63,7 +59,6 @@ class GroupedExperts(nn.Module):
         self.local: Callable[[Tensor], Tensor] = _identity
         self.gather_weights: GatherWeights = _own
         self.codes: Callable[[], tuple[Tensor, ...]] = tuple
-        self.quantize: Quantize | None = None
         self.delays_weight_grads = False
         self.num_width_parts = 1
 

@@ -7,8 +7,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.arena import has_arena
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.fp8.mlp import scale_columns
-from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.layers.moe import MoE
 from titan_moe.memory.recompute import RECOMPUTED
 from titan_moe.parallel.fsdp import DTYPES
@@ -39,9 +38,9 @@ def give_arena(
     blocks.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    mlps = {moe.experts.mlp for moe in layers}
-    columns = {scale_columns(mlp) for mlp in mlps}
-    are_fused = mlps <= {fused_expert_mlp} or (None not in columns and len(columns) <= 1)
+    mlps = [moe.experts.mlp for moe in layers]
+    formats = {mlp.format.gemms.fprop: mlp.format for mlp in mlps if isinstance(mlp, FusedMLP)}
+    are_fused = len(formats) == 1 and all(isinstance(mlp, FusedMLP) for mlp in mlps)
     shapes = {tuple(moe.experts.down.shape[1:]) for moe in layers}  # whole: experts are split over etp later
     if not are_fused or not has_arena(recipe, "fused") or len(shapes) != 1:
         return
@@ -60,7 +59,7 @@ def give_arena(
         DTYPES[recipe.precision.compute],
         device,
         is_checkpointed=is_checkpointed,
-        scale_columns=columns.pop(),
+        format=formats.popitem()[1],
         num_places=1 if is_checkpointed else places.number,
         num_delayed_places=0 if is_checkpointed else places.num_delayed,
     )

@@ -21,10 +21,10 @@ from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
-from titan_moe.dispatch.row_format import PLAIN
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.kernels.experts.formats import COMPUTE
 from titan_moe.kernels.permute.permutation import Permute
 
 COLLECTIVES = {"none": SYNC, "microbatch": ASYNC}
@@ -42,7 +42,7 @@ class DispatcherInputs(NamedTuple):
     overlap: str = "none"  # `parallel.overlap`; "tile" needs fused experts, as an arena does
     memory: SymmMemory | None = None  # for a dispatcher that shares memory
     node_groups: NodeGroups | None = None  # of the ep group, for a dispatcher that sends rows once a node
-    row_format: str = PLAIN  # how rows are sent (dispatch/row_format.py), for a dispatcher that can pack them
+    row_format: str = COMPUTE  # how rows are sent (`ExpertFormat.pack`), for a dispatcher that can pack them
 
 
 Builder = Callable[[DispatcherInputs], TokenDispatcher]

@@ -22,10 +22,8 @@ from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.dispatch.optional_clones import OptionalClonesDispatcher, OptionalCloneWeights, ReplicaSlots
-from titan_moe.dispatch.row_format import BLOCKWISE, FP8, PLAIN
 from titan_moe.dispatch.symm_memory import SymmMemory
-from titan_moe.kernels.experts.fp8.mlp import scale_columns
-from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW
+from titan_moe.kernels.experts.fused_mlp import format_of
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.dispatchers import DispatcherInputs, build_dispatcher
@@ -217,9 +215,8 @@ def _set_dispatcher(
 ) -> None:
     """Set the dispatcher of a layer: with replica slots one that clones experts while they are used."""
     num_experts = len(moe.experts.down)
-    row_format = {None: PLAIN, WHOLE_ROW: FP8, BLOCK: BLOCKWISE}[scale_columns(moe.experts.mlp)]
     of_layer = (num_experts, num_experts, group, moe.dispatcher.permute)
-    inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, nodes, row_format)
+    inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, nodes, format_of(moe.experts.mlp).name)
     moe.dispatcher = plain = build_dispatcher(config.dispatcher, inputs)
     if replicas.number:
         num_slots = num_experts + config.ep * replicas.number

@@ -18,9 +18,11 @@ from titan_moe.config.kernels import Backend
 from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.experts.delayed_weight_grads import can_delay
+from titan_moe.kernels.experts.format import ExpertFormat
+from titan_moe.kernels.experts.fused_mlp import format_of
 from titan_moe.kernels.experts.weights import MATRICES
 from titan_moe.kernels.optim.accumulate import Accumulate
-from titan_moe.layers.experts import GroupedExperts, Quantize
+from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parameters import local
 
 
@@ -69,12 +71,12 @@ class CastCache:
 
 
 class CodesCache:
-    """`GroupedExperts.codes` of unsharded experts: master parameters -> codes for the MLP's format."""
+    """`GroupedExperts.codes` of unsharded experts: master parameters -> codes in the MLP's format."""
 
-    def __init__(self, experts: GroupedExperts, quantize: Quantize, dtype: torch.dtype, *, keeps: bool) -> None:
+    def __init__(self, experts: GroupedExperts, format: ExpertFormat, dtype: torch.dtype, *, keeps: bool) -> None:
         """`keeps` is that of `CastCache`, `dtype` compute's."""
         self.experts = experts
-        self.quantize, self.is_bf16, self.keeps = quantize, dtype == torch.bfloat16, keeps
+        self.format, self.is_bf16, self.keeps = format, dtype == torch.bfloat16, keeps
         self.is_keeping = False
         self.codes: tuple[Tensor, ...] = ()
 
@@ -84,7 +86,7 @@ class CodesCache:
         if self.codes:
             return self.codes
         gate_up, down = (local(getattr(self.experts, name)).detach() for name in MATRICES)
-        codes = tuple(self.quantize(gate_up, down, self.is_bf16))
+        codes = tuple(self.format.quantize(gate_up, down, self.is_bf16))
         if self.keeps and self.is_keeping:
             self.codes = codes
         return codes
@@ -134,13 +136,14 @@ def use_unsharded_experts(
         if not isinstance(weight, DTensor):
             spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
+    format = format_of(experts.mlp)
     if dtype is None:
         experts.local = local
     else:
-        has_codes, adds = experts.quantize is not None, ACCUMULATE[gradients]
-        experts.local = CastCache(dtype, keeps=keeps, accumulate=adds, room=room, are_read=not has_codes)
-    if experts.quantize is not None:
-        experts.codes = CodesCache(experts, experts.quantize, dtype or experts.down.dtype, keeps=keeps)
+        are_read, adds = not format.is_rounded, ACCUMULATE[gradients]
+        experts.local = CastCache(dtype, keeps=keeps, accumulate=adds, room=room, are_read=are_read)
+    if format.is_rounded:
+        experts.codes = CodesCache(experts, format, dtype or experts.down.dtype, keeps=keeps)
     experts.delays_weight_grads = delay_weight_grads_of_experts and can_delay(experts.mlp)
 
 

@@ -1,7 +1,6 @@
 """Delayed weight gradients are those of the MLPs in Triton, bit for bit."""
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 
 from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
-from titan_moe.kernels.experts.composite_mlp import CompositeMLP
-from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, QueuedMLP, delay_weight_grads
-from titan_moe.kernels.experts.fp8.mlp import ROWWISE_MLPS, quantize_experts
-from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
-from titan_moe.kernels.experts.grouped_mm import grouped_mm
+from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads
+from titan_moe.kernels.experts.format import ExpertFormat
+from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE, FP8_ROWWISE_PLAIN_WGRAD
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
+from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.swiglu_down import fused_swiglu_down
 from titan_moe.kernels.experts.weights import ExpertWeights
@@ -92,21 +91,23 @@ def place(sample: Sample) -> tuple[list[Tensor], ExpertSlots]:
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize(
-    ("mlp", "has_codes"), [(fused_expert_mlp, False), (ROWWISE_MLPS[0], True), (ROWWISE_MLPS[1], False)]
+    ("format", "has_codes"), [(PLAIN, False), (FP8_ROWWISE, True), (FP8_ROWWISE_PLAIN_WGRAD, False)]
 )
-def test_queued_gradients_are_those_of_the_mlp(mlp: Any, has_codes: bool, device: str, dtype: torch.dtype) -> None:
-    for sample in draw(device, dtype)[: 1 if mlp in ROWWISE_MLPS else None]:  # the interpreter is slow
+def test_queued_gradients_are_those_of_the_mlp(
+    format: ExpertFormat, has_codes: bool, device: str, dtype: torch.dtype
+) -> None:
+    for sample in draw(device, dtype)[: 1 if format.is_rounded else None]:  # the interpreter is slow
         results = []
         for queue in (WeightGradQueue(), None):
             (x_SD, gate_up, down), slots = place(sample)
             weights = ExpertWeights.of([gate_up * 1, down * 1])
             if has_codes:
-                weights = weights._replace(codes=tuple(quantize_experts(gate_up.detach(), down.detach(), False)))
+                weights = weights._replace(codes=tuple(format.quantize(gate_up.detach(), down.detach(), False)))
             if queue is None:
-                mlp(x_SD, slots, weights).sin().sum().backward()
+                FusedMLP(format)(x_SD, slots, weights).sin().sum().backward()
             else:
                 with queue.delaying() as pending:
-                    y_SD = QueuedMLP(mlp, queue)(x_SD, slots, weights)
+                    y_SD = FusedMLP(format, queue)(x_SD, slots, weights)
                 y_SD.sin().sum().backward()
                 assert gate_up.grad is down.grad is None and x_SD.grad is not None
                 ((_, grads),) = pending.uses
@@ -117,11 +118,6 @@ def test_queued_gradients_are_those_of_the_mlp(mlp: Any, has_codes: bool, device
             results.append([x_SD.grad, slots.scores_R.grad[:end], gate_up.grad, down.grad])
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other), sample.name
-
-
-def test_other_mlps_are_refused() -> None:
-    with pytest.raises(ValueError, match="Triton"):
-        QueuedMLP(CompositeMLP(grouped_mm), WeightGradQueue())
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)

@@ -1,7 +1,7 @@
 """One persistent buffer for what backward needs of the rows and slots of all layers.
 
 A rows and B slots of the arena, C and G of its delayed places · S rows and R slots of a layer · W elements of a row and
-H of a slot, both as they are kept (stage_sets.py) · F hidden width
+H of a slot, both as they are kept (format.py) · F hidden width
 
 The routing decides how many rows and slots a layer has, and a static tensor has room for the worst case. In the arena
 each layer takes what it needs, behind the layer before: its first row and slot are known on the device alone. So the
@@ -35,8 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.fp8.packed import CODES, packed_width
-from titan_moe.kernels.experts.fp8.rows import RESULTS
+from titan_moe.kernels.experts.format import ExpertFormat
+from titan_moe.kernels.experts.plain import PLAIN
 
 _ARENAS: "WeakValueDictionary[int, Arena]" = WeakValueDictionary()
 _HANDLES = count(1)
@@ -112,21 +112,16 @@ class Arena:
         device: torch.device | str,
         *,
         is_checkpointed: bool = False,
-        scale_columns: int | None = None,
+        format: ExpertFormat = PLAIN,
         num_places: int = 1,
         num_delayed_places: int = 0,
     ) -> None:
-        """`hidden` is F; rows and slots are packed where `scale_columns`, those of their scales, is not None
-        (fp8/packed.py); `num_places` microbatches are kept at a time, and `num_delayed_places` of them wait for their
-        weight gradients. The arena has no room yet."""
-        row, slot, of_slots, of_results = width, 2 * hidden, dtype, dtype
-        if scale_columns is not None:
-            row = packed_width(width, scale_columns) // dtype.itemsize
-            slot, of_slots, of_results = packed_width(2 * hidden, scale_columns), CODES, RESULTS
-        self.rows_AW = torch.empty(0, row, dtype=dtype, device=device)
-        self.hidden_BH = torch.empty(0, slot, dtype=of_slots, device=device)
-        self.dy_CW = torch.empty(0, row, dtype=dtype, device=device)
-        self.dactive_GF = torch.empty(0, hidden, dtype=of_results, device=device)
+        """`hidden` is F; rows and slots are kept in `format`; `num_places` microbatches are kept at a time, and
+        `num_delayed_places` of them wait for their weight gradients. The arena has no room yet."""
+        self.rows_AW = torch.empty(0, format.row_width(width, dtype), dtype=dtype, device=device)
+        self.hidden_BH = format.new_hidden(self.rows_AW, 0, hidden)
+        self.dy_CW = torch.empty_like(self.rows_AW)
+        self.dactive_GF = torch.empty(0, hidden, dtype=format.result_dtype(dtype), device=device)
         self.num_delayed_places = num_delayed_places
         self.delayed_place = 0
         """That of the backward under way, if its weight gradients are delayed."""

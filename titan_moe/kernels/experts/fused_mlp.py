@@ -13,7 +13,8 @@ composite_mlp.py, the sequence of stages.py.
 The operations take named tuples as lists of their tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,123 +22,173 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.kernels.delayed_weight_grads import Delay
+from titan_moe.kernels.delayed_weight_grads import Delay, WeightGradQueue
 from titan_moe.kernels.device import refuse_cpu
-from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
+from titan_moe.kernels.experts.format import ExpertFormat, Work
+from titan_moe.kernels.experts.formats import FORMATS
+from titan_moe.kernels.experts.fp8.format import FORMATS as FP8_FORMATS
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
+from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.tiles import plan_tiles
+from titan_moe.kernels.experts.stages import flops_of_a_pass
+from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
-from titan_moe.kernels.experts.weights import MATRICES, ExpertParameter, ExpertWeights, Tensors
+from titan_moe.kernels.experts.weights import ExpertParameter, ExpertWeights, Tensors
 from titan_moe.kernels.permute.rows import place_scores
 from titan_moe.kernels.registry import Kernel, register
 
 
+def _tiles(slots: ExpertSlots) -> Tiles:
+    return plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS)
+
+
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
-def _forward(x_SD: Tensor, slots: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
-    """y_SD, and the pre-activation that backward needs."""
+def _forward(x_SD: Tensor, slots: Tensors, weights: Tensors, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """y_SD, and what backward needs: packed rows (empty where they are as given), and the pre-activation."""
     refuse_cpu(x_SD, "experts", "fused", "grouped_mm")
-    at, of = ExpertSlots(*slots), ExpertWeights.of(weights)
-    tiles = plan_tiles(at.offsets_e, at.rows_R.numel(), TILE_ROWS)
-    hidden_R2F, active_RF = stages.up(x_SD, at, of, tiles)
-    return slot_sum(stages.down(active_RF, at, of), at.slots_SK), hidden_R2F
+    of, at = FORMATS[format], ExpertSlots(*slots)
+    passes = of.passes(weights, "forward")
+    work, x = Work(at, _tiles(at)), of.pack(x_SD)
+    hidden = of.new_hidden(x_SD, at.rows_R.numel(), weights[1].shape[2])
+    y_SD = slot_sum(passes.down(passes.up(x, work, hidden), work), at.slots_SK)
+    return y_SD, x if of.is_rounded else x_SD.new_empty(0), hidden
 
 
 @_forward.register_fake
-def _(x_SD: Tensor, slots: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
-    num_slots, hidden = ExpertSlots(*slots).rows_R.shape[0], ExpertWeights.of(weights).down.own.shape[2]
-    return torch.empty_like(x_SD), x_SD.new_empty(num_slots, 2 * hidden)
+def _(x_SD: Tensor, slots: Tensors, weights: Tensors, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    y_SD, x = _new_results(x_SD, FORMATS[format])
+    return y_SD, x, FORMATS[format].new_hidden(x_SD, slots[0].shape[0], weights[1].shape[2])
+
+
+def _new_results(like_SD: Tensor, format: ExpertFormat) -> tuple[Tensor, Tensor]:
+    """Memory for results or gradients of rows, and for packed rows."""
+    num_rows, width = like_SD.shape
+    packed = [num_rows, format.row_width(width, like_SD.dtype)] if format.is_rounded else [0]
+    return like_SD.new_empty(like_SD.shape, dtype=format.result_dtype(like_SD.dtype)), like_SD.new_empty(packed)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_dx", mutates_args=())
-def _backward(
-    dy_SD: Tensor, slots: Tensors, weights: Tensors, hidden_R2F: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_SD, dscores_R, and what the weight gradients need: dhidden_R2F, active_RF."""
-    at, of = ExpertSlots(*slots), ExpertWeights.of(weights)
-    tiles = plan_tiles(at.offsets_e, at.rows_R.numel(), TILE_ROWS)
-    dhidden_R2F, active_RF, dscores_R = stages.d_down(dy_SD, at, of, hidden_R2F, tiles)
-    return slot_sum(stages.d_up(dhidden_R2F, at, of), at.slots_SK), dscores_R, dhidden_R2F, active_RF
+def _backward(dy_SD: Tensor, x: Tensor, slots: Tensors, weights: Tensors, hidden: Tensor, format: str) -> list[Tensor]:
+    """dx_SD, dscores_R, packed gradients of results (empty where they are as given), and what `dw` needs."""
+    of, at = FORMATS[format], ExpertSlots(*slots)
+    passes = of.passes(weights, "backward")
+    work, dy = Work(at, _tiles(at)), of.pack(dy_SD)
+    gradients, dscores_R = passes.d_down(dy, x, work, hidden)
+    dx_SD = slot_sum(passes.d_up(gradients, work), at.slots_SK)
+    return [dx_SD, dscores_R, dy if of.is_rounded else dy_SD.new_empty(0), *gradients]
 
 
 @_backward.register_fake
-def _(dy_SD: Tensor, slots: Tensors, weights: Any, hidden_R2F: Tensor) -> tuple[Tensor, ...]:
-    active_RF = hidden_R2F.new_empty(hidden_R2F.shape[0], hidden_R2F.shape[1] // 2)
-    dscores_R = torch.empty_like(ExpertSlots(*slots).scores_R)
-    return torch.empty_like(dy_SD), dscores_R, torch.empty_like(hidden_R2F), active_RF
+def _(dy_SD: Tensor, x: Any, slots: Tensors, weights: Tensors, hidden: Any, format: str) -> list[Tensor]:
+    (dx_SD, dy), scores_R = _new_results(dy_SD, FORMATS[format]), slots[2]
+    gradients = FORMATS[format].new_gradients(dy_SD, scores_R.shape[0], weights[1].shape[2])
+    return [dx_SD, torch.empty_like(scores_R), dy, *gradients]
 
 
-_dw = torch.library.custom_op("titan_moe::expert_mlp_dw", stages.dw, mutates_args=())
-"""An operation of its own, so that a schedule may run it later."""
+@torch.library.custom_op("titan_moe::expert_mlp_dw", mutates_args=())
+def _dw(
+    dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, hidden: Tensor | None, shape: Sequence[int], format: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up, of this shape, and down. An operation of its own, so that a schedule may run it later."""
+    of, at = FORMATS[format], ExpertSlots(*slots)
+    return of.dw(dy, x, at, _tiles(at) if of.rounds_weight_grads else None, gradients, hidden)
 
 
 @_dw.register_fake
 def _(
-    dy_SD: Tensor, x_SD: Tensor, rows_R: Any, offsets_e: Tensor, _: Any, active_RF: Tensor, *bases: Any
+    dy: Any, x: Tensor, slots: Any, gradients: Any, hidden: Any, shape: Sequence[int], format: str
 ) -> tuple[Tensor, ...]:
-    num_experts, hidden, width = offsets_e.shape[0], active_RF.shape[1], x_SD.shape[1]
-    return x_SD.new_empty(num_experts, 2, hidden, width), x_SD.new_empty(num_experts, width, hidden)
+    num_experts, _, features, width = shape
+    dtype = FORMATS[format].result_dtype(x.dtype)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(num_experts, width, features, dtype=dtype)
 
 
-class _FusedExpertMLP(torch.autograd.Function):
+class _FusedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, delay: Delay | None, *tensors: Tensor) -> Tensor:
-        # two parameters and the rest: Dynamo of torch 2.11 drops `ctx` where it counts as many arguments as parameters
-        x_SD, rows_R, slots_SK, scores_R, offsets_e, *weights = tensors
-        slots = [rows_R, slots_SK, scores_R, offsets_e]
-        y_SD, hidden_R2F = _forward(x_SD, slots, weights)
-        ctx.delay = delay
-        ctx.save_for_backward(x_SD, hidden_R2F, *slots, *weights)
+    def forward(ctx: Any, format: str, delay: Delay | None, *tensors: Tensor) -> Tensor:
+        # few parameters and the rest: Dynamo of torch 2.11 drops `ctx` where it counts as many arguments as parameters
+        x_SD, *slots = tensors[:5]
+        weights = tensors[5:]
+        y_SD, x, hidden = _forward(x_SD, slots, weights, format)
+        ctx.format, ctx.delay = format, delay
+        ctx.save_for_backward(x if FORMATS[format].is_rounded else x_SD, hidden, *slots, *weights)
         return y_SD
 
     @staticmethod
     def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
-        x_SD, hidden_R2F, rows_R, slots_SK, scores_R, offsets_e, *weights = ctx.saved_tensors
-        slots, dy_SD = [rows_R, slots_SK, scores_R, offsets_e], dy_SD.contiguous()
-        dx_SD, dscores_R, dhidden_R2F, active_RF = _backward(dy_SD, slots, weights, hidden_R2F)
+        (x, hidden, *saved), format = ctx.saved_tensors, FORMATS[ctx.format]
+        slots, weights, dy_SD = saved[:4], saved[4:], dy_SD.contiguous()
+        dx_SD, dscores_R, dy, *gradients = _backward(dy_SD, x, slots, weights, hidden, ctx.format)
         grads: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[6:]):
-            operands = dy_SD, x_SD.detach(), rows_R, offsets_e, dhidden_R2F, active_RF  # without x's graph
+        if any(ctx.needs_input_grad[7:]):
+            rows = dy if format.is_rounded else dy_SD, x.detach()  # without its graph
+            shape = [slots[3].shape[0], *weights[0].shape[1:]]  # with clones
+            operands = *rows, slots, gradients, hidden if format.dw_reads_hidden else None, shape, ctx.format
             if ctx.delay is None:
-                grads[:] = ExpertWeights.of(weights).split(_dw(*operands))
+                grads = format.split(weights, _dw(*operands))
             else:
                 ctx.delay(partial(_dw, *operands))
-        return None, dx_SD, None, None, dscores_R, None, *grads
+        return None, None, dx_SD, None, None, dscores_R, None, *grads
 
 
-def fused_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None) -> Tensor:
-    """The MLP in Triton: bf16 on a GPU (fp32 in the interpreter).
+@dataclass(frozen=True)
+class FusedMLP:
+    """The MLP in Triton, on a GPU or in the interpreter, on rows that this rank has."""
 
-    `delay`, if given, takes over the computation of the weight gradients in backward, whose results are None; weights
-    have no clones then.
+    format: ExpertFormat
+    queue: WeightGradQueue | None = None
+    """Inside its `delaying`, weight gradients are delayed."""
 
-    Raises: ValueError for experts with biases.
-    """
-    slots = slots._replace(scores_R=slots.scores_R.contiguous())
-    return _FusedExpertMLP.apply(delay, x_SD.contiguous(), *slots, *matrices(weights))
+    def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None) -> Tensor:
+        """-> y_SD. `delay`, if given, takes over the computation of the weight gradients in backward, whose results are
+        None; weights have no clones then.
+
+        Raises: ValueError for experts that the format does not take: with biases, in fp8 also with clones.
+        """
+        if delay is None:
+            weights, delay = self.delay(weights)
+        slots, operands = slots._replace(scores_R=slots.scores_R.contiguous()), self.format.operands(weights)
+        return _FusedMLP.apply(self.format.name, delay, x_SD.contiguous(), *slots, *operands)
+
+    def delay(self, weights: ExpertWeights) -> tuple[ExpertWeights, Delay | None]:
+        """For an operation that reads these weights: stand-ins to read, and what takes over their gradients; the
+        weights and None where the operation computes them."""
+        pending = None if self.queue is None else self.queue.pending
+        if pending is None:
+            return weights, None
+        tensors, delay = pending.delay(*weights.tensors())
+        return ExpertWeights.of(tensors, weights.names())._replace(codes=weights.codes), delay
+
+    def __deepcopy__(self, memo: object) -> "FusedMLP":
+        """A copied layer has the same MLP."""
+        return self
 
 
-def matrices(weights: ExpertWeights) -> list[Tensor]:
-    """What the operations take of weights.
-
-    Raises: ValueError for experts with biases.
-    """
-    if weights.names() != MATRICES:
-        raise ValueError(f'fused experts have no parameters but {MATRICES}, not {weights.names()}; take "grouped_mm"')
-    own, clones = weights.tensors()[:2], weights.tensors()[2:]  # which are joined anyway
-    return [*(weight.contiguous() for weight in own), *clones]
+fused_expert_mlp = FusedMLP(PLAIN)
+FUSED_MLPS = {format.gemms: FusedMLP(format) for format in FP8_FORMATS} | {PLAIN.gemms: fused_expert_mlp}
+"""By the formats of their GEMMs."""
 
 
-@register_flop_formula([torch.ops.titan_moe.expert_mlp, torch.ops.titan_moe.expert_mlp_dx])
-def _count(rows: Any, slots: Any, weights: Any, *_: Any, **__: Any) -> int:
-    return stages.flops_of_a_pass(ExpertSlots(*slots).rows_R[0], ExpertWeights.of(weights).gate_up.own)
+def format_of(mlp: ExpertMLP) -> ExpertFormat:
+    """The format of the rows and weights that an MLP takes. One of GEMMs rounds them, if at all, for itself."""
+    return mlp.format if isinstance(mlp, FusedMLP) else PLAIN
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp)
+def _count(x: Any, slots: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return flops_of_a_pass(slots[0][0], weights[0])
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_dx)
+def _count_dx(dy: Any, x: Any, slots: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return flops_of_a_pass(slots[0][0], weights[0])
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_dw)
-def _count_dw(dy: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: Any, *_: Any, **__: Any) -> int:
-    return stages.flops_of_a_pass(rows[0], (offsets[0], 2, active[1], x[1]))
+def _count_dw(dy: Any, x: Any, slots: Any, gradients: Any, hidden: Any, shape: Any, *_: Any, **__: Any) -> int:
+    return flops_of_a_pass(slots[0][0], shape)
 
 
 def with_scores_first(expert_mlp: ExpertMLP) -> Callable[..., Tensor]:

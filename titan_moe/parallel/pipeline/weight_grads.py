@@ -23,7 +23,7 @@ from titan_moe.compile.regional import modules_in_graphs
 from titan_moe.config import Recipe
 from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN, choose_queued_expert_mlp
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
-from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.linear.delayed import queued_linear
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.layers.moe import MoE
@@ -62,7 +62,7 @@ def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, devic
 
 def _delay_experts(moe: MoE, queue: WeightGradQueue, *, is_compiled: bool) -> None:
     mlp = choose_queued_expert_mlp(moe.experts.mlp, queue)
-    if mlp is not None and (isinstance(mlp, QueuedMLP) or not is_compiled):
+    if mlp is not None and (isinstance(mlp, FusedMLP) or not is_compiled):
         moe.experts.mlp = mlp
 
 

@@ -9,13 +9,7 @@ from torch import Tensor
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8 import stages
-from titan_moe.kernels.experts.fp8.mlp import (
-    BLOCKWISE_MLPS,
-    fp8_blockwise_expert_mlp,
-    fp8_expert_mlp,
-    operands,
-    quantize_experts_in_blocks,
-)
+from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_BLOCKWISE_PLAIN_WGRAD
 from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW, codes_width, packed_width
 from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
 from titan_moe.kernels.experts.fp8.rows import (
@@ -26,6 +20,7 @@ from titan_moe.kernels.experts.fp8.rows import (
     unpack_rows,
 )
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import GemmTiles, check_cut
@@ -36,6 +31,7 @@ from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 rowwise = load("kernels/experts/fp8/test_fp8_mlp")
 decibels, run, Case = rowwise.decibels, rowwise.run, rowwise.Case
 D, F = 256, 128
+BLOCKWISE_MLPS = FusedMLP(FP8_BLOCKWISE), FusedMLP(FP8_BLOCKWISE_PLAIN_WGRAD)
 FLOOR_DB = 26.0
 """Of a product."""
 EMULATED = emulated_grouped_mm(GemmFormats(*("fp8_blockwise",) * 3), power_of_two_scales=True)
@@ -106,7 +102,7 @@ def test_factors_of_weight_gradients_are_rounded_along_each_experts_slots(
 def test_each_product_is_that_of_the_emulation_and_near_fp64(name: str, device: str, dtype: torch.dtype) -> None:
     case = draw(name, device, dtype)
     x_SD, dy_SD, slots, weights = case
-    (of, of_back), tiles, n = rowwise.quantized(case, BLOCK), case.tiles, case.num_slots
+    (of, of_back), tiles, n = rowwise.quantized(case, FP8_BLOCKWISE), case.tiles, case.num_slots
     rows = slots.rows_R.long()
     own = [weights.gate_up.own.flatten(1, 2), weights.down.own]
 
@@ -157,7 +153,7 @@ def test_cuts_give_the_same_bits(device: str, dtype: torch.dtype, monkeypatch: p
     results = []
     for outputs in (BLOCK, 2 * BLOCK):
         monkeypatch.setattr(stages, "BLOCK_CUT", stages.BLOCK_CUT._replace(outputs=outputs))
-        results.append(run(fp8_blockwise_expert_mlp, case))
+        results.append(run(BLOCKWISE_MLPS[0], case))
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
@@ -166,7 +162,7 @@ def test_cuts_give_the_same_bits(device: str, dtype: torch.dtype, monkeypatch: p
 def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype: torch.dtype) -> None:
     case = draw(name, device, dtype)
     exact = run(CompositeMLP(grouped_mm_reference), case, torch.float64)
-    emulated, actual = run(CompositeMLP(EMULATED), case), run(fp8_blockwise_expert_mlp, case)
+    emulated, actual = run(CompositeMLP(EMULATED), case), run(BLOCKWISE_MLPS[0], case)
     for key, expected in exact.items():
         assert actual[key].isfinite().all()
         errors = decibels(expected, actual[key]), decibels(expected, emulated[key])
@@ -183,7 +179,7 @@ def test_an_outlier_spoils_its_block_alone(device: str, dtype: torch.dtype) -> N
     case = case._replace(x_SD=x_SD, weights=case.weights._replace(gate_up=ExpertParameter(gate_up)))
     exact = run(CompositeMLP(grouped_mm_reference), case, torch.float64)
     errors = []
-    for mlp in (fp8_blockwise_expert_mlp, fp8_expert_mlp):
+    for mlp in (BLOCKWISE_MLPS[0], rowwise.ROWWISE_MLPS[0]):
         results = run(mlp, case)
         of_others = exact["dgate_up"][..., BLOCK:], results["dgate_up"][..., BLOCK:]
         errors.append((decibels(exact["y"], results["y"]), decibels(*of_others)))
@@ -193,7 +189,7 @@ def test_an_outlier_spoils_its_block_alone(device: str, dtype: torch.dtype) -> N
 @with_devices
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_stays_so(device: str, dtype: torch.dtype, number: float) -> None:
-    rowwise.assert_spoilt(fp8_blockwise_expert_mlp, draw("random", device, dtype), number)
+    rowwise.assert_spoilt(BLOCKWISE_MLPS[0], draw("random", device, dtype), number)
 
 
 @with_devices
@@ -205,13 +201,13 @@ def test_plain_weight_gradients_have_one_rounding_less(device: str, dtype: torch
 def test_codes_stand_for_weights(device: str, dtype: torch.dtype) -> None:
     case = draw("skewed", device, dtype)
     masters = (parameter.own.float() for parameter in case.weights[:2])
-    codes = tuple(quantize_experts_in_blocks(*masters, dtype.itemsize == 2))
+    codes = tuple(FP8_BLOCKWISE.quantize(*masters, dtype.itemsize == 2))
 
     def with_codes(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
         unread = [parameter.own * torch.nan for parameter in weights[:2]]
-        return fp8_blockwise_expert_mlp(x_SD, slots, ExpertWeights(*map(ExpertParameter, unread), codes=codes))
+        return BLOCKWISE_MLPS[0](x_SD, slots, ExpertWeights(*map(ExpertParameter, unread), codes=codes))
 
-    expected, actual = run(fp8_blockwise_expert_mlp, case), run(with_codes, case)
+    expected, actual = run(BLOCKWISE_MLPS[0], case), run(with_codes, case)
     for key in ("y", "dx", "dscores"):
         assert torch.equal(actual[key], expected[key])
 
@@ -238,7 +234,7 @@ def test_experts_of_any_size_are_those_of_the_emulation(sizes: tuple[int, ...]) 
         ExpertSlots(rows_R, slots_S1, scores_R, offsets_e),
         ExpertWeights(ExpertParameter(gate_up), ExpertParameter(down)),
     )
-    actual = run(fp8_blockwise_expert_mlp, case)
+    actual = run(BLOCKWISE_MLPS[0], case)
     if not num_slots:
         assert not any(bool(result.any()) for result in actual.values())
         return
@@ -252,7 +248,7 @@ def test_experts_of_any_size_are_those_of_the_emulation(sizes: tuple[int, ...]) 
 def test_widths_that_are_no_blocks_are_refused() -> None:
     weights = ExpertWeights(ExpertParameter(torch.zeros(2, 2, 96, 256)), ExpertParameter(torch.zeros(2, 256, 96)))
     with pytest.raises(ValueError, match='multiples of 128, not 256 and 96; take precision.experts = "fp8_rowwise"'):
-        operands(weights, BLOCK)
+        FP8_BLOCKWISE.operands(weights)
 
 
 def test_cuts_that_are_no_blocks_are_refused() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8 import stages
-from titan_moe.kernels.experts.fp8.mlp import ROWWISE_MLPS, codes_of, fp8_expert_mlp, operands, quantize_experts
+from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE, FP8_ROWWISE_PLAIN_WGRAD, Fp8Format, codes_of
 from titan_moe.kernels.experts.fp8.packed import WHOLE_ROW
 from titan_moe.kernels.experts.fp8.rows import (
     dequantize_rows,
@@ -23,6 +23,7 @@ from titan_moe.kernels.experts.fp8.stages import QuantizedExperts
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
 from titan_moe.kernels.experts.fp8.transposed import transposed_rows
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way, quantize_weight, quantize_weight_reference
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
@@ -33,6 +34,7 @@ DEVICES = [
     pytest.param("cpu", torch.float32, marks=pytest.mark.interpreted),
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
 ]
+ROWWISE_MLPS = FusedMLP(FP8_ROWWISE), FusedMLP(FP8_ROWWISE_PLAIN_WGRAD)
 PLANS = ("random", "skewed", "empty_expert", "padded")
 D, F = 64, 48
 FLOOR_DB = 26.0
@@ -77,10 +79,10 @@ def decibels(exact: Tensor, rounded: Tensor) -> float:
     return float(10 * torch.log10(exact.square().sum() / (exact - rounded).square().sum()))
 
 
-def quantized(case: Case, columns: int = WHOLE_ROW) -> list[QuantizedExperts]:
+def quantized(case: Case, format: Fp8Format = FP8_ROWWISE) -> list[QuantizedExperts]:
     """For forward and for backward."""
-    weights = operands(case.weights, columns)
-    return [QuantizedExperts.of(codes_of(weights, columns, for_backward=way)) for way in (False, True)]
+    weights = format.operands(case.weights)
+    return [codes_of(weights, format.columns, for_backward=way) for way in (False, True)]
 
 
 def run(mlp: Any, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -181,7 +183,7 @@ def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype:
     exact = run(CompositeMLP(grouped_mm_reference), case, torch.float64)
     rowwise = GemmFormats(*("fp8_rowwise",) * 3)
     emulated = run(CompositeMLP(emulated_grouped_mm(rowwise)), case)
-    actual = run(fp8_expert_mlp, case)
+    actual = run(ROWWISE_MLPS[0], case)
     for key, expected in exact.items():
         assert actual[key].isfinite().all()
         errors = decibels(expected, actual[key]), decibels(expected, emulated[key])
@@ -195,11 +197,11 @@ def test_rows_without_gradient_take_nothing_from_others(device: str, dtype: torc
     dy_SD = case.dy_SD * 1e-4
     dy_SD[::4] = 0
     case = case._replace(dy_SD=dy_SD)
-    exact, actual = run(CompositeMLP(grouped_mm_reference), case, torch.float64), run(fp8_expert_mlp, case)
+    exact, actual = run(CompositeMLP(grouped_mm_reference), case, torch.float64), run(ROWWISE_MLPS[0], case)
     for key in ("dgate_up", "ddown"):
         for expected, grad in zip(exact[key], actual[key], strict=True):
             assert not expected.any() or decibels(expected, grad) > 14, key  # of each expert
-    nothing = run(fp8_expert_mlp, case._replace(dy_SD=torch.zeros_like(dy_SD)))
+    nothing = run(ROWWISE_MLPS[0], case._replace(dy_SD=torch.zeros_like(dy_SD)))
     assert not any(bool(nothing[key].any()) for key in ("dx", "dscores", "dgate_up", "ddown"))
 
 
@@ -216,7 +218,7 @@ def assert_spoilt(mlp: Any, case: Case, number: float) -> None:
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_stays_so(device: str, dtype: torch.dtype, number: float) -> None:
-    assert_spoilt(fp8_expert_mlp, draw("random", device, dtype), number)
+    assert_spoilt(ROWWISE_MLPS[0], draw("random", device, dtype), number)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
@@ -247,14 +249,14 @@ def test_plain_weight_gradients_have_one_rounding_less(device: str, dtype: torch
 def test_codes_stand_for_weights(device: str, dtype: torch.dtype) -> None:
     case = draw("skewed", device, dtype)
     codes = tuple(
-        quantize_experts(case.weights.gate_up.own.float(), case.weights.down.own.float(), dtype.itemsize == 2)
+        FP8_ROWWISE.quantize(case.weights.gate_up.own.float(), case.weights.down.own.float(), dtype.itemsize == 2)
     )
 
     def with_codes(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
         unread = [parameter.own * torch.nan for parameter in weights[:2]]
-        return fp8_expert_mlp(x_SD, slots, ExpertWeights(*map(ExpertParameter, unread), codes=codes))
+        return ROWWISE_MLPS[0](x_SD, slots, ExpertWeights(*map(ExpertParameter, unread), codes=codes))
 
-    expected, actual = run(fp8_expert_mlp, case), run(with_codes, case)
+    expected, actual = run(ROWWISE_MLPS[0], case), run(with_codes, case)
     for key in ("y", "dx", "dscores"):
         assert torch.equal(actual[key], expected[key])
 
@@ -274,11 +276,13 @@ def test_transposed_rows_are_the_codes_of_each_slot(device: str, dtype: torch.dt
 
 def test_autograd_keeps_parameters_where_codes_were_not_given() -> None:
     """FSDP frees parameters after forward; codes of all layers would stay."""
-    kept = operands(ExpertWeights(ExpertParameter(torch.zeros(2, 2, 16, 32)), ExpertParameter(torch.zeros(2, 32, 16))))
+    kept = FP8_ROWWISE.operands(
+        ExpertWeights(ExpertParameter(torch.zeros(2, 2, 16, 32)), ExpertParameter(torch.zeros(2, 32, 16)))
+    )
     assert len(kept) == 2
 
 
 def test_experts_with_biases_or_clones_are_refused() -> None:
     weight = ExpertParameter(torch.zeros(2, 2, 16, 16), torch.zeros(1, 2, 16, 16))
     with pytest.raises(ValueError, match='no biases and no clones; take precision.experts = "compute"'):
-        operands(ExpertWeights(weight, weight))
+        FP8_ROWWISE.operands(ExpertWeights(weight, weight))
