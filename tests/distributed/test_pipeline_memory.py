@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.dispatch import symm_mem_delayed_mlp as delayed_mlp
+from titan_moe.dispatch import symm_mem_backward
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.training.step_runner import StepRunner
@@ -78,7 +78,7 @@ def train_in_places(candidate: Recipe) -> tuple[dict[str, Any], tuple[int, set[i
     with (
         mock.patch.object(ExpertCapacity, "start_forward", start),
         mock.patch.object(Arena, "delay", delay_in),
-        mock.patch.object(delayed_mlp, "backward_weight", side_effect=delayed_mlp.backward_weight) as late,
+        mock.patch.object(symm_mem_backward, "backward_weight", side_effect=symm_mem_backward.backward_weight) as late,
         mock.patch.object(StepRunner, "_take_again", autospec=True, side_effect=StepRunner._take_again) as again,
     ):
         fields = one_loss.train(candidate, -1, 1)
@@ -93,7 +93,7 @@ def follow_load(folder: str, candidate: Recipe) -> tuple[dict[str, Any], list[fl
     map_files = partial(over_memory.mapped_files.map_files, folder)
     with (
         mock.patch.object(over_memory.symm_memory, "open_symm_memory", side_effect=map_files) as opened,
-        mock.patch.object(delayed_mlp, "backward_weight", side_effect=delayed_mlp.backward_weight) as late,
+        mock.patch.object(symm_mem_backward, "backward_weight", side_effect=symm_mem_backward.backward_weight) as late,
     ):
         fields, _, factors, _ = over_memory.follow_load(candidate, 2)
         return fields, factors, opened.call_count, late.call_count

@@ -20,7 +20,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.data.packing import Batch
-from titan_moe.dispatch import symm_mem_delayed_mlp as delayed_mlp
+from titan_moe.dispatch import symm_mem_backward
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_memory import close_symm_memory, open_symm_memory
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
@@ -180,10 +180,11 @@ def train_with_and_without_delay(recipe: Recipe, port: int) -> tuple[list[float]
 
     with conftest.as_rank(port), process_group(recipe.run) as device:
         ways: list[Any] = []
+        backward_weight = symm_mem_backward.backward_weight
         for delay in (FusedMLP.delay, at_once):
             with (
                 mock.patch.object(FusedMLP, "delay", delay),
-                mock.patch.object(delayed_mlp, "backward_weight", side_effect=delayed_mlp.backward_weight) as late,
+                mock.patch.object(symm_mem_backward, "backward_weight", side_effect=backward_weight) as late,
             ):
                 run = capture.launched(recipe, device)
                 losses = [run.step(tokens_of(step, recipe, run, device)).loss.item() for step in range(capture.STEPS)]

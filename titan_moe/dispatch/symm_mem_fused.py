@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange
-from titan_moe.dispatch.symm_mem_delayed_mlp import run_mlp
+from titan_moe.dispatch.symm_mem_backward import run_mlp
 from titan_moe.dispatch.symm_mem_mlp import Sizes
 from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.experts.arena import Arena
@@ -73,16 +73,15 @@ class PeerTokens(NamedTuple):
         """
         if not isinstance(mlp, FusedMLP):
             raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
-        delay = None
+        of = self.of
         if mlp.queue is not None:
             arena = Arena.of(self.of.arena)
             if arena is None or arena.can_delay:  # else backward gets the rows of one layer after the other again
                 weights, delay = mlp.delay(weights)
+                of = of if delay is None else of._replace(delay=delay.handle)
         ids_TK, scores_TK, plan, _ = self.sent
         plan_and_weights = [ids_TK, *plan[:3]], mlp.format.operands(weights)
-        return CombinedOutput(
-            *run_mlp(rows, scores_TK, *plan_and_weights, *self.memory, mlp.format.name, self.of, delay)
-        )
+        return CombinedOutput(*run_mlp(rows, scores_TK, *plan_and_weights, *self.memory, mlp.format.name, [*of]))
 
     def with_exchange(self, exchange: Exchange) -> "PeerTokens":
         return self._replace(exchange=exchange)

@@ -3,10 +3,9 @@
 P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · R expert slots ·
 e experts on this rank · D width · W elements of a row as it is sent
 
-Forward gets the rows that are routed to this rank, computes their slots and puts each row's sum; backward does so with
-gradients. Each is two whole exchanges, barriers included, on the current stream: nothing is pending when it returns.
-Backward computes weight gradients before its last barrier, while other ranks may be late; symm_mem_delayed_mlp.py
-delays them.
+Forward gets the rows that are routed to this rank, computes their slots and puts each row's sum; backward
+(symm_mem_backward.py) does so with gradients. Each is two whole exchanges, barriers included, on the current stream:
+nothing is pending when it returns.
 
 What backward needs of the rows lies in an arena (kernels/experts/arena.py), where there is one. If the arena does not
 keep it, backward first gets the rows and computes the hidden states again, which every rank does alike.
@@ -32,9 +31,9 @@ from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import Tensors
-from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
+from titan_moe.kernels.permute.counting_sort import sort_assignments
 from titan_moe.kernels.symm_mem.arrays import SymmArray, SymmArrays, narrower, symm_arrays
-from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
+from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.row_plan import RowPlan
 from titan_moe.kernels.symm_mem.rows import get_rows, own_rows, put_rows, sum_partial_results
@@ -60,6 +59,9 @@ class Sizes(NamedTuple):
     """Handle of the arena of what backward needs; without one, autograd keeps it."""
     overlaps: int
     """1 if copy blocks get and put rows beside the GEMMs, 0 if rows are got before and put after them."""
+    delay: int = 0
+    """Handle of the `DelayedWeightGrads` that take over weight gradients, which backward computes otherwise; weights
+    have no clones then, and the arena, if there is one, can delay."""
 
 
 class Kept(NamedTuple):
@@ -70,15 +72,7 @@ class Kept(NamedTuple):
     base: Tensor | None  # in an arena int64 [4], as `Arena.take` returns it
 
 
-class Delayed(NamedTuple):
-    """What weight gradients need of a backward."""
-
-    dy_SW: Tensor  # in an arena its gradients of results
-    dactive: Tensor | None  # in an arena its gradients of activations; None if nothing is delayed
-    base: Tensor | None  # in an arena int64 [2], as `Arena.delay` returns it
-
-
-class _Peers(NamedTuple):
+class Peers(NamedTuple):
     """This rank's part of an exchange."""
 
     plan: RowPlan
@@ -141,16 +135,16 @@ class _Peers(NamedTuple):
             clear_rows_without_slots(slots.slots_SK, self.plan, self.arrays.rows, self.rank)
 
 
-def _peers(
+def peers_of(
     plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: ExpertFormat, sizes: Sizes, like_TD: Tensor
-) -> _Peers:
+) -> Peers:
     """View the arrays, whose layout is the same for a layer's rows and its gradients."""
     ids_TK, *of_rows = plan
     (num_tokens, width), num_choices = like_TD.shape, ids_TK.shape[1]
     scores = torch.promote_types(like_TD.dtype, torch.float32)
     arrays = symm_arrays(memory, peer_ptrs_P, num_tokens, width, num_choices, like_TD.dtype, scores)
     sent = narrower(arrays.rows, format.row_width(width, like_TD.dtype))
-    return _Peers(known_plan(*of_rows), arrays, sent, rank, ids_TK, format, sizes)
+    return Peers(known_plan(*of_rows), arrays, sent, rank, ids_TK, format, sizes)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem", mutates_args=())
@@ -164,7 +158,7 @@ def forward(
     `RowPlan`, `weights` are `ExpertFormat.operands`, `sizes` are `Sizes`.
     """
     of, passes = Sizes(*sizes), FORMATS[format].passes(weights)
-    peers = _peers(plan, memory, peer_ptrs_P, rank, FORMATS[format], of, x_TD)
+    peers = peers_of(plan, memory, peer_ptrs_P, rank, FORMATS[format], of, x_TD)
     x_TW = peers.format.pack(x_TD)
     peers.barrier()
     peers.offer(x_TW)
@@ -205,123 +199,6 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
     return x_TD.new_empty(x_TD.shape), index(), x_SW, hidden, base, *slots, index(of.num_local_experts)
 
 
-class Backward(NamedTuple):
-    """The operands of a backward."""
-
-    passes: Passes
-    peers: _Peers
-    work: Work
-    rows: Kept
-
-    @staticmethod
-    def of(
-        plan: Tensors, weights: Tensors, kept: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: str,
-        sizes: Sequence[int], like_TD: Tensor,
-    ) -> "Backward":  # fmt: skip
-        x_SW, hidden, base, *of_slots = kept
-        peers = _peers(plan, memory, peer_ptrs_P, rank, FORMATS[format], Sizes(*sizes), like_TD)
-        arena = Arena.of(peers.sizes.arena)
-        rows = Kept(x_SW, hidden, None)
-        if arena is not None:
-            rows = Kept(arena.rows_AW, arena.hidden_BH, base)
-            arena.verify(base)
-        work = peers.schedule(ExpertSlots(*of_slots))
-        return Backward(peers.format.passes(weights), peers, work, rows)
-
-    def put_gradients(self, dy_TD: Tensor, delayed: Delayed | None = None) -> tuple[Tensor, Any]:
-        """Get gradients of results, and put those of rows and scores. Returns what weight gradients need, the first of
-        it in `delayed`, if it is given."""
-        (passes, peers, work, rows), sizes = self, self.peers.sizes
-        dy_TW = peers.format.pack(dy_TD)
-        peers.barrier()
-        peers.offer(dy_TW)
-        peers.barrier()
-        if delayed is None:
-            delayed = Delayed(dy_TW.new_empty(sizes.max_rows, dy_TW.shape[1]), None, None)
-        dy_SW, dactive, base = delayed
-        if work.schedule is None:
-            get_rows(peers.plan, peers.sent, peers.rank, sizes.max_rows, out=dy_SW, base=base)
-        gradients, dscores_R = passes.d_down(dy_SW, rows.x_SW, work, rows.hidden, rows.base, dactive, base)
-        peers.barrier()
-        put_scores(scores_of_slots(dscores_R, work.slots.slots_SK), peers.plan, peers.arrays.scores, peers.rank)
-        peers.put_sums(partial(passes.d_up, gradients), work)
-        return dy_SW, gradients
-
-    def sum_gradients(self) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's rows and scores, from what all ranks have put."""
-        peers = self.peers
-        peers.barrier()
-        sent_mask_TP = peers.plan.sent_mask_TP
-        dx_TD = sum_partial_results(sent_mask_TP, peers.arrays.rows)
-        ids_TK, num_local_experts = peers.ids_TK.contiguous(), peers.sizes.num_local_experts
-        return dx_TD, pick_scores(ids_TK, sent_mask_TP, peers.arrays.scores, num_local_experts)
-
-
-@torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_backward", mutates_args=())
-def backward(
-    dy_TD: Tensor, x_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: str, sizes: Sequence[int], is_trained: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
-    run = Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, format, sizes, dy_TD)
-    passes, peers, work, rows = run
-    arena = Arena.of(peers.sizes.arena)
-    if arena is not None and arena.backward_recomputes:
-        x_TW = peers.format.pack(x_TD)
-        peers.barrier()
-        peers.offer(x_TW)
-        peers.barrier()
-        peers.up(passes, weights[1].shape[2], work, rows)
-    dy_SW, gradients = run.put_gradients(dy_TD)
-    if is_trained:
-        grads = peers.format.dw(dy_SW, rows.x_SW, work.slots, work.tiles, gradients, rows.hidden, rows.base)
-    else:
-        grads = dy_SW.new_empty(0), dy_SW.new_empty(0)
-    return *run.sum_gradients(), *grads
-
-
-@backward.register_fake
-def _(dy_TD: Tensor, x_TD: Any, plan: Tensors, weights: Tensors, kept: Tensors, *rest: Any) -> tuple[Tensor, ...]:
-    (*_, scores_R, _), (*_, sizes, is_trained) = kept, rest
-    num_local_experts = Sizes(*sizes).num_local_experts
-    grads = (w.new_empty((num_local_experts, *w.shape[1:]) if is_trained else 0) for w in weights[:2])
-    return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(plan[0].shape), *grads
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    # the memory must not be a saved tensor: offloading would copy all of it
-    x_TD, _, plan, weights, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.format, ctx.sizes = inputs
-    _, overflowed, *kept = output
-    # with an arena backward may have to send the rows again; the router keeps them in any case
-    sent = x_TD if Sizes(*ctx.sizes).arena else x_TD.new_empty(0)
-    ctx.save_for_backward(sent, *plan, *kept, *weights)
-    ctx.mark_non_differentiable(overflowed, *kept)
-
-
-def _autograd_backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    are_trained = ctx.needs_input_grad[3]
-    if dy_TD is None:
-        return None, None, [None] * 4, [None] * len(are_trained), *(None,) * 5
-    x_TD, *saved = ctx.saved_tensors
-    end = NUM_OF_PLAN + NUM_OF_KEPT
-    plan, kept, weights = saved[:NUM_OF_PLAN], saved[NUM_OF_PLAN:end], saved[end:]
-    is_trained = any(are_trained)
-    shared = ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.format, ctx.sizes
-    dx_TD, dscores_TK, *grads = backward(dy_TD.contiguous(), x_TD, plan, weights, kept, *shared, is_trained)
-    of_weights = FORMATS[ctx.format].split(weights, grads) if is_trained else [None] * len(weights)
-    return dx_TD, dscores_TK, [None] * 4, of_weights, *(None,) * 5
-
-
-forward.register_autograd(_autograd_backward, setup_context=_save)
-
-
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem)
 def _count(x: Any, scores: Any, plan: Any, weights: Any, *rest: Any, **_: Any) -> int:
     return flops_of_a_pass(Sizes(*rest[-1]).num_slots, weights[0])
-
-
-@register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_backward)
-def _count_backward(dy: Any, x: Any, plan: Any, weights: Any, kept: Any, *rest: Any, **_: Any) -> int:
-    sizes, is_trained = rest[-2:]
-    return (1 + is_trained) * flops_of_a_pass(Sizes(*sizes).num_slots, weights[0])

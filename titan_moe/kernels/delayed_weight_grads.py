@@ -11,25 +11,35 @@ Only operands stay between the two: they are detached, so they keep no part of t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 WeightGrads = Callable[[], Sequence[Tensor | None]]
 """Computes the gradients of an operation's weights."""
-Delay = Callable[[WeightGrads], None]
-"""Takes over from an operation's backward the computation of its weight gradients."""
+_DELAYED: "WeakValueDictionary[int, DelayedWeightGrads]" = WeakValueDictionary()
+_HANDLES = count(1)
 
 
 class DelayedWeightGrads:
-    """The weight gradients of one use of weights."""
+    """The weight gradients of one use of weights. Operations take tensors and numbers alone, and know it by its
+    handle."""
 
     def __init__(self) -> None:
         self.pending: WeightGrads | None = None
         self.is_used = False
+        self.handle = next(_HANDLES)
+        _DELAYED[self.handle] = self
 
-    def delay(self, weight_grads: WeightGrads) -> None:
+    @staticmethod
+    def of(handle: int) -> "DelayedWeightGrads | None":
+        """Those of a handle; None for 0."""
+        return None if handle == 0 else _DELAYED[handle]
+
+    def __call__(self, weight_grads: WeightGrads) -> None:
         """Take them over from the operation's backward."""
         self.pending = weight_grads
 
@@ -38,6 +48,10 @@ class DelayedWeightGrads:
         weight_grads, self.pending = self.pending, None
         assert weight_grads is not None, "the rows' backward comes before the weights'"
         return weight_grads()
+
+
+Delay = DelayedWeightGrads
+"""Takes over from an operation's backward the computation of its weight gradients."""
 
 
 class _Root(torch.autograd.Function):
@@ -69,7 +83,7 @@ class PendingWeightGrads:
             return list(weights), None
         grads = DelayedWeightGrads()
         self.uses.append((_Root.apply(grads, *weights), grads))
-        return [weight.detach().requires_grad_(weight.requires_grad) for weight in weights], grads.delay
+        return [weight.detach().requires_grad_(weight.requires_grad) for weight in weights], grads
 
     def compute(self) -> None:
         """Compute and accumulate them, after the backward; each is freed as soon as its parameter has it.

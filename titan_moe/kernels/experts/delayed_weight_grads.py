@@ -53,7 +53,7 @@ class DelayedWeights(NamedTuple):
         if self.grads.is_used:
             raise RuntimeError("delayed weights can be used once: call delay_weight_grads again for other rows")
         self.grads.is_used = True
-        return fused_expert_mlp(x_SD, slots, weights, self.grads.delay)
+        return fused_expert_mlp(x_SD, slots, weights, self.grads)
 
 
 def can_delay(mlp: ExpertMLP) -> bool:
