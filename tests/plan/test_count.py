@@ -43,11 +43,11 @@ SMALL = ModelConfig(
 
 def test_count_of_every_component_by_hand() -> None:
     c = count_parameters(SMALL)
-    assert (c.embedding, c.head, c.norms) == (11 * 7, 11 * 7, 7 * 7)
-    assert c.attention == 3 * (24 * 7 + 12 * 7 + 12 * 7 + 7 * 24)
-    assert (c.router, c.dense_ffn) == (2 * 8 * 7, 3 * 7 * 5)
-    assert (c.routed_experts, c.shared_experts, c.latent) == (2 * 8 * 3 * 7 * 13, 2 * 3 * 7 * 9, 0)
-    assert c.total == 77 + 77 + 49 + c.attention + 112 + 105 + c.routed_experts + 378
+    assert (c["embedding"], c["head"], c["norms"]) == (11 * 7, 11 * 7, 7 * 7)
+    assert c["attention"] == 3 * (24 * 7 + 12 * 7 + 12 * 7 + 7 * 24)
+    assert (c["router"], c["dense"]) == (2 * 8 * 7, 3 * 7 * 5)
+    assert (c["experts"], c["shared"], c["latent"]) == (2 * 8 * 3 * 7 * 13, 2 * 3 * 7 * 9, 0)
+    assert c.total == 77 + 77 + 49 + c["attention"] + 112 + 105 + c["experts"] + 378
     assert c.active == c.total - 2 * 5 * 3 * 7 * 13, "five of eight experts rest"
 
 
@@ -73,15 +73,15 @@ def test_count_of_mla_with_and_without_query_compression() -> None:
         kind="mla", num_heads=2, q_lora_rank=0, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
     )
     keys_values_output = (5 + 2) * 7 + 5 + 2 * (3 + 4) * 5 + 7 * 2 * 4
-    direct = count_parameters(replace(SMALL, attention=mla)).attention
+    direct = count_parameters(replace(SMALL, attention=mla))["attention"]
     assert direct == 3 * (2 * 5 * 7 + keys_values_output)
-    compressed = count_parameters(replace(SMALL, attention=replace(mla, q_lora_rank=6))).attention
+    compressed = count_parameters(replace(SMALL, attention=replace(mla, q_lora_rank=6)))["attention"]
     assert compressed == 3 * (6 * 7 + 6 + 2 * 5 * 6 + keys_values_output)
 
 
 def test_count_of_flops_is_six_a_used_weight_and_attention() -> None:
     c = count_parameters(SMALL)
-    matrices_a_token_meets = c.head + c.attention + c.dense_ffn + c.active_experts + c.shared_experts
+    matrices_a_token_meets = c.active - c["embedding"] - c["norms"] - c["router"]
     core = 3 * 6 * 4 * 6 * 100  # layers * 6 * heads * head_dim * half of 100 tokens, in QK^T and in PV
     assert training_flops_per_token(SMALL, 100) == 6 * matrices_a_token_meets + core
     tied = replace(SMALL, embeddings_are_tied=True)

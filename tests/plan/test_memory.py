@@ -38,8 +38,8 @@ def test_state_bytes_are_divided_by_the_shards(
     parallel: ParallelConfig, world_size: int, dense_ranks: int, expert_ranks: int
 ) -> None:
     parameters = count_parameters(MODEL)
-    dense = (parameters.total - parameters.routed_experts) / dense_ranks
-    expected = 16 * (dense + parameters.routed_experts / expert_ranks)
+    dense = (parameters.total - parameters["experts"]) / dense_ranks
+    expected = 16 * (dense + parameters["experts"] / expert_ranks)
     recipe = Recipe(model=MODEL, parallel=parallel)
     assert state_bytes_per_rank(recipe, world_size) == pytest.approx(expected)
     halved = replace(recipe, precision=replace(recipe.precision, master="bf16"))
@@ -48,10 +48,10 @@ def test_state_bytes_are_divided_by_the_shards(
 
 def test_state_bytes_of_tensor_parallel_ranks() -> None:
     parameters = count_parameters(MODEL)
-    whole = parameters.norms + parameters.router  # the default attention has no norms and no biases
-    dense = whole + (parameters.total - parameters.routed_experts - whole) / 4
+    whole = parameters["norms"] + parameters["router"]  # the default attention has no norms and no biases
+    dense = whole + (parameters.total - parameters["experts"] - whole) / 4
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(tp=4, ep=8))
-    assert state_bytes_per_rank(recipe, 8) == pytest.approx(16 * (dense / 2 + parameters.routed_experts / 8))
+    assert state_bytes_per_rank(recipe, 8) == pytest.approx(16 * (dense / 2 + parameters["experts"] / 8))
 
 
 def test_gathered_bytes_of_unsharded_accumulation() -> None:
@@ -59,15 +59,15 @@ def test_gathered_bytes_of_unsharded_accumulation() -> None:
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
     assert gathered_bytes_per_rank(recipe, 8) == 0 and "during a step" not in describe(recipe, 8)
     once = replace(recipe, parallel=replace(recipe.parallel, accumulate_unsharded=True))
-    whole = parameters.total - parameters.routed_experts + parameters.routed_experts / 4
+    whole = parameters.total - parameters["experts"] + parameters["experts"] / 4
     assert gathered_bytes_per_rank(once, 8) == pytest.approx((2 + 4) * whole)  # bf16 and fp32
     assert "of unsharded parameters and gradients during a step" in describe(once, 8)
-    dense = parameters.total - parameters.routed_experts  # on 4 ranks experts are whole: copies alone come on top
-    assert gathered_bytes_per_rank(once, 4) == pytest.approx((2 + 4) * dense + 2 * parameters.routed_experts / 4)
+    dense = parameters.total - parameters["experts"]  # on 4 ranks experts are whole: copies alone come on top
+    assert gathered_bytes_per_rank(once, 4) == pytest.approx((2 + 4) * dense + 2 * parameters["experts"] / 4)
 
 
 def test_gathered_bytes_of_copies_of_unsharded_experts() -> None:
-    copies = 2 * count_parameters(MODEL).routed_experts / 4
+    copies = 2 * count_parameters(MODEL)["experts"] / 4
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
     assert gathered_bytes_per_rank(recipe, 4) == pytest.approx(copies)
     assert "of experts in bf16 during a step" in describe(recipe, 4)

@@ -65,8 +65,8 @@ def elements(parameters: Iterable[Any]) -> int:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", SPLIT_MODELS)
 def test_counts_equal_a_model_that_is_split(ranks: Any, name: str, tp: int) -> None:
-    count = count_parameters(SPLIT_MODELS[name])
-    expected = (count.replicated_over_tp(tp), count.dense_per_tp_rank(tp))
+    count = count_parameters(SPLIT_MODELS[name], ParallelConfig(tp=tp))
+    expected = (count.replicated_over_tp, count.dense_of_a_rank)
     assert ranks(tp, summed, SPLIT_MODELS[name], tp) == [expected] * tp
 
 

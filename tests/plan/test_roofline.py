@@ -1,17 +1,18 @@
 """The least work of each part, against the count of the model and manual arithmetic."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from titan_moe.config import Recipe, load_recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig
+from titan_moe.config.modules import Module
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
-from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
+from titan_moe.plan.count import training_flops_per_token
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.links import rows_sent
 from titan_moe.plan.memory import state_bytes_per_rank
@@ -86,16 +87,13 @@ def test_roofline_bytes_by_hand() -> None:
     ],
 )
 def test_roofline_sharding_bytes(parallel: ParallelConfig, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = replace(
-        count_parameters(ModelConfig()),
-        **dict.fromkeys((field.name for field in fields(ParameterCount)), 0)
-        | {"embedding": 50, "head": 46, "norms": 4 + 10, "attention": 50, "routed_experts": 400},
-    )
-    monkeypatch.setattr("titan_moe.plan.pipeline.parts.count_parameters", lambda model: counted)
-    monkeypatch.setattr("titan_moe.plan.roofline.experts_per_rank", lambda recipe: 400 / recipe.parallel.ep)
+    sizes = {"embed": ("embedding", None, 50), "head": ("head", None, 50), "attention": ("attention", range(1), 60)}
+    rows = [Module(path, *where, own_parameters=size) for path, (*where, size) in sizes.items()]
+    experts = Module("experts", "experts", range(1), own_parameters=400 / parallel.ep)
+    monkeypatch.setattr("titan_moe.config.modules.default_modules", lambda *_: [*rows, experts])
     num_ranks = parallel.dp_shard * parallel.dp_replicate
     train = TrainConfig(global_batch_sequences=2 * num_ranks, micro_batch_sequences=1)
-    recipe = Recipe(model=ModelConfig(hidden_size=4), parallel=parallel, train=train)
+    recipe = Recipe(model=ModelConfig(name="sharding"), parallel=parallel, train=train)
     assert sharding_bytes(Part(recipe, num_ranks)) == pytest.approx(expected)
     once = replace(parallel, accumulate_unsharded=True, reshard_after_forward=True, reshard_experts_after_forward=True)
     kept = replace(parallel, reshard_after_forward=False, reshard_experts_after_forward=False)

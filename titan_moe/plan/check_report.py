@@ -120,13 +120,13 @@ def _count_rows(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
     parts = {
-        "embedding and head": parameters.embedding + parameters.head,
-        "attention": parameters.attention,
-        "dense layers": parameters.dense_ffn,
-        "routed experts": parameters.routed_experts,
-        "shared experts": parameters.shared_experts,
-        "latent": parameters.latent,
-        "router and norms": parameters.router + parameters.norms,
+        "embedding and head": parameters["embedding"] + parameters["head"],
+        "attention": parameters["attention"],
+        "dense layers": parameters["dense"],
+        "routed experts": parameters["experts"],
+        "shared experts": parameters["shared"],
+        "latent": parameters["latent"],
+        "router and norms": parameters["router"] + parameters["norms"],
     }
     listed = ", ".join(f"{name} {abbreviate(size)}" for name, size in parts.items() if size)
     total = f"{abbreviate(parameters.total)}, {abbreviate(parameters.active)} active a token"

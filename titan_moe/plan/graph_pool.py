@@ -4,13 +4,11 @@ A pool has memory for each stream apart, which no other stream can use. FSDP gat
 allocates reduced gradients on another. Messages between pipeline stages have buffers (parallel/pipeline/messages.py).
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import microbatch_tokens, num_microbatches
-from titan_moe.plan.count import count_parameters
 from titan_moe.plan.memory import experts_per_rank
 from titan_moe.plan.pipeline.parts import Part
 
@@ -46,7 +44,7 @@ def reduced_bytes(part: Part) -> float:
     """The bytes of a rank's shards of gradients, which FSDP reduces. Those of unsharded experts are added up by the
     computing stream."""
     sizes = resolve(part.recipe.parallel, part.world_size)
-    shards = part.count.dense_per_tp_rank(sizes.tp) / sizes.fsdp
+    shards = part.count.dense_of_a_rank / sizes.fsdp
     if not sizes.experts_are_unsharded(part.recipe.precision):
         shards += experts_per_rank(part.recipe) / sizes.edp
     return shards * BYTES_OF_DTYPE[part.recipe.precision.master]
@@ -73,14 +71,14 @@ def _pairs_of(part: Part) -> list[tuple[Group, Group]]:
     model, count = part.recipe.model, part.count
     sizes = resolve(part.recipe.parallel, part.world_size)
 
-    def block(*, is_dense: bool) -> Group:
-        layer = replace(model, num_layers=min(model.num_layers, 1), num_dense_layers=int(is_dense))
-        return Group(replace(count_parameters(layer), embedding=0, head=0).dense_per_tp_rank(sizes.tp), sizes.fsdp)
+    def block(layer: int) -> Group:
+        rows = (module for module in count.modules if module.is_in(layer) and module.region != "experts")
+        return Group(sum(module.own_parameters for module in rows) + model.hidden_size, sizes.fsdp)
 
-    ends = count.embedding, count.head
+    ends = count["embedding"], count["head"]
     root = Group((sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp, sizes.fsdp)
-    pairs = [(root, block(is_dense=model.num_moe_layers < model.num_layers))]  # dense layers come first
+    pairs = [(root, block(0))]
     if model.num_moe_layers and not sizes.experts_are_unsharded(part.recipe.precision):
         experts = Group(experts_per_rank(part.recipe) / model.num_moe_layers, sizes.edp)
-        pairs.append((block(is_dense=False), experts))
+        pairs.append((block(model.num_layers - 1), experts))
     return pairs

@@ -7,10 +7,10 @@ Functions that take a `Part` count one pipeline rank. Functions that take only a
 from titan_moe.config.clones import num_clones
 from titan_moe.config.formats import FORMAT_FACTS
 from titan_moe.config.gemms import has_native_experts
+from titan_moe.config.modules import modules_of, parameters_of_an_expert
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
-from titan_moe.plan.count import parameters_of_an_expert
 from titan_moe.plan.loads import layer_loads
 from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.places import ArenaPlaces
@@ -50,7 +50,7 @@ def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
     recipe = part.recipe
     sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
-    dense, experts = part.count.dense_per_tp_rank(sizes.tp), experts_per_rank(recipe)
+    dense, experts = part.count.dense_of_a_rank, experts_per_rank(recipe)
     is_unsharded = sizes.experts_are_unsharded(precision)
     copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.accumulate_unsharded:
@@ -152,12 +152,13 @@ def parameters_of(part: Part) -> float:
     divide nothing.
     """
     sizes = resolve(part.recipe.parallel, part.world_size)
-    return part.count.dense_per_tp_rank(sizes.tp) / sizes.fsdp + experts_per_rank(part.recipe) / sizes.edp
+    return part.count.dense_of_a_rank / sizes.fsdp + experts_per_rank(part.recipe) / sizes.edp
 
 
 def experts_per_rank(recipe: Recipe) -> float:
     """Count the parameters of routed experts in all layers that a rank computes with: its share over ep and etp."""
-    return recipe.model.num_moe_layers * recipe.model.moe.num_experts / recipe.parallel.ep * _part_of_an_expert(recipe)
+    modules = modules_of(recipe.model, recipe.parallel)
+    return sum(module.number * module.own_parameters for module in modules if module.region == "experts")
 
 
 def _part_of_an_expert(recipe: Recipe) -> int:

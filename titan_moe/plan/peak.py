@@ -17,11 +17,13 @@ PyTorch's, which needs more than Triton's. Free memory between tensors, and of o
 a CUDA graph alone, where no other tensor can use it (graph_pool.py).
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import count_native_experts, gemm_modules, why_kept
+from titan_moe.config.modules import modules_of
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
@@ -60,10 +62,10 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     state, gradients = parameters * (master + p.bytes_of_moments), parameters * master
     arena = arena_bytes_per_rank(recipe, capacity_factor, part.places) if part.has_arena(experts) else 0
     # what FSDP gathers for all of forward and backward, and reduces after it
-    of_root = (count.embedding + count.head) / recipe.parallel.tp
+    of_root = (count["embedding"] + count["head"]) / recipe.parallel.tp
     of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
     loss = _loss_bytes(recipe) if part.has_head else 0
-    of_head = (count.head or count.embedding) / recipe.parallel.tp * compute if part.has_head else 0
+    of_head = (count["head"] or count["embedding"]) / recipe.parallel.tp * compute if part.has_head else 0
     temporary = of_head + _temporary_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
     delayed = part.num_delayed * _delayed_bytes(part, capacity_factor, experts)
     num_kept = _num_kept(part, experts)
@@ -116,62 +118,9 @@ def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     if recipe.memory.recompute == "block":
         choices = m.num_moe_layers * m.moe.top_k * CHOICE_BYTES
         return (m.num_layers * m.hidden_size * element + choices) * num_tokens
-    of_token = (m.num_layers - m.num_moe_layers) * _dense_elements(recipe) + m.num_moe_layers * _router_elements(recipe)
-    of_token += m.num_layers * _attention_elements(recipe).kept
+    of_token = sum(module.number * module.kept for module in modules_of(m, recipe.parallel))
     of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
     return round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element
-
-
-class _AttentionElements(NamedTuple):
-    """Elements of a token, of those that a rank has between layers."""
-
-    kept: int
-    """By attention and the norms of a block."""
-    gradients: int
-    """In backward: of the result, of queries, keys and values, and of projections."""
-
-
-def _attention_elements(recipe: Recipe) -> _AttentionElements:
-    """Inputs and outputs of both norms, projections before and after the rotation, the result.
-
-    A rank of tp, or of cp with `ulysses`, has its heads of all tokens, which are as many elements; ranks may share a
-    key/value head. What is gathered is kept by every rank, in place of its own part: over tp the input of projections,
-    over cp keys and values, or latents. `ulysses` keeps the result before and after its exchange.
-    """
-    m, a, p = recipe.model, recipe.model.attention, recipe.parallel
-    tp, cp = max(p.tp, 1), max(p.cp, 1)
-    over_heads, over_keys = (cp if p.cp_kind == kind else 1 for kind in ("ulysses", "allgather"))
-    is_exchanged = over_heads > 1
-    if a.kind == "gqa":
-        queries, keys = a.num_heads * a.head_dim, 2 * max(a.num_kv_heads, tp * over_heads) * a.head_dim
-        projections, result = queries + keys, queries
-        attended = queries + over_keys * keys
-        norms = (3 + tp) * m.hidden_size
-    else:
-        head = a.qk_nope_head_dim + a.qk_rope_head_dim
-        # latents before and after their norm; the rotated part of keys is a part of the projection
-        kv_latents = tp * over_heads * (2 * a.kv_lora_rank + a.qk_rope_head_dim)
-        kv_latents += tp * (over_keys - 1) * a.kv_lora_rank
-        query_latents = (1 + tp) * a.q_lora_rank
-        values = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)  # beside keys, whose copies they are
-        result = a.num_heads * a.v_head_dim
-        projections, attended = kv_latents + query_latents, a.num_heads * head * (1 + over_keys) + over_keys * values
-        norms = 4 * m.hidden_size + (tp * m.hidden_size if tp > 1 and not a.q_lora_rank else 0)
-    kept = norms + projections + attended + (1 + is_exchanged) * result
-    return _AttentionElements(kept, projections + attended + result)
-
-
-def _dense_elements(recipe: Recipe) -> int:
-    """Elements of a token that a dense layer keeps beside its norm: hidden states, and the gathered input over tp."""
-    return 2 * recipe.model.ffn_hidden_size + (recipe.parallel.tp - 1) * recipe.model.hidden_size
-
-
-def _router_elements(recipe: Recipe) -> int:
-    """Elements of a token that router, latent projections and shared experts keep: logits in fp32; latents before and
-    after the experts; hidden states, and the gathered input over tp, as the router keeps its own part."""
-    m, tp = recipe.model, recipe.parallel.tp
-    gathered = tp * m.hidden_size if tp > 1 and m.moe.shared_ffn_hidden_size else 0
-    return 2 * (m.moe.num_experts + m.moe.latent_size + m.moe.shared_ffn_hidden_size) + gathered
 
 
 def _delayed_bytes(part: Part, capacity_factor: float, experts: str) -> int:
@@ -183,8 +132,8 @@ def _delayed_bytes(part: Part, capacity_factor: float, experts: str) -> int:
     recipe, m, (rows, slots) = part.recipe, part.recipe.model, _sizes(part.recipe, capacity_factor)
     elements = m.num_moe_layers * (rows * m.expert_width + slots * expert_hidden_size(recipe))
     if not _linears_delay(recipe):
-        freed = m.num_layers * _attention_elements(recipe).kept + m.num_moe_layers * _router_elements(recipe)
-        elements -= freed * microbatch_tokens(recipe)
+        modules = (module for module in modules_of(m, recipe.parallel) if module.region != "dense")
+        elements -= sum(module.number * module.kept for module in modules) * microbatch_tokens(recipe)
     return max(round(elements * BYTES_OF_DTYPE[recipe.precision.compute]), 0)
 
 
@@ -196,38 +145,13 @@ def _linears_delay(recipe: Recipe) -> bool:
 
 def _code_elements(recipe: Recipe) -> float:
     """Elements of a token that our linear layers in fp8 keep in all layers, beyond what they keep in the dtype of
-    compute: codes of inputs are half an element each; inputs that nothing else reads in backward are not kept."""
+    compute."""
     formats, backend = recipe.precision.gemm_formats("linears"), recipe.precision.backend
     is_ours = formats.fprop in ("fp8_rowwise", "fp8_blockwise") and formats.fprop == formats.dgrad == formats.wgrad
     if not is_ours or backend == "emulated" or recipe.run.device == "cpu":
         return 0.0
-    elements = 0.0
-    for module in gemm_modules(recipe.model):
-        if module.part == "linears" and not why_kept(recipe, module):
-            gathered = _copies_of_input(recipe, module.path) * module.widths[0]
-            elements += 0.5 * gathered - (gathered if _reads_alone(recipe, module.path) else 0)
-    return elements
-
-
-def _copies_of_input(recipe: Recipe, path: str) -> int:
-    """How many ranks' tokens a linear layer of a block reads, in widths that are not split."""
-    p, name = recipe.parallel, path.rpartition(".")[2]
-    if name == "kv_up":
-        return p.tp * (1 if p.cp_kind == "ring" else p.cp)
-    return p.tp if name in ("qkv", "q_up", "gate_up") else 1
-
-
-def _reads_alone(recipe: Recipe, path: str) -> bool:
-    """Whether a linear layer of a block is all that needs its input in backward. The routed experts read that of shared
-    ones, attention its own result, and the activation is computed again."""
-    p, name = recipe.parallel, path.rpartition(".")[2]
-    if name == "out":
-        return p.cp > 1 and p.cp_kind == "ulysses"
-    if name == "q_up":  # without compression it reads what `kv_down` does, but for the tokens of other ranks
-        return p.tp > 1 or recipe.model.attention.q_lora_rank > 0
-    if name == "gate_up":
-        return p.tp > 1 or path == "feed_forward.gate_up"
-    return name in ("qkv", "kv_down", "kv_up", "latent_up")
+    linears = (it for it in gemm_modules(recipe.model, recipe.parallel) if it.part == "linears")
+    return sum(it.row.kept_as_codes for it in linears if not why_kept(recipe, it))
 
 
 class _Sizes(NamedTuple):
@@ -271,10 +195,10 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
 def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
     """Bytes of the temporaries of the layer that has most, in backward; with those that it computes again."""
     m, num_tokens, element = recipe.model, microbatch_tokens(recipe), BYTES_OF_DTYPE[recipe.precision.compute]
-    attention = _attention_elements(recipe)
-    most: float = attention.gradients * num_tokens * element
-    if m.num_moe_layers < m.num_layers:  # gradients of hidden states and of activations, and the activations
-        most = max(most, 4 * m.ffn_hidden_size * num_tokens * element)
+    gradients = Counter[str]()
+    for module in modules_of(m, recipe.parallel):
+        gradients[module.region] += module.gradients if module.number or module.region == "attention" else 0
+    most: float = max(gradients.values()) * num_tokens * element
     if m.num_moe_layers and has_arena:
         most = max(most, temporary_bytes_per_rank(recipe))
     elif m.num_moe_layers:
@@ -293,9 +217,10 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     if m.num_moe_layers and not has_arena:
         elements += _sizes(recipe, capacity_factor).slots * 2 * expert_hidden_size(recipe)
     if what == "block":
-        num_dense = m.num_layers - m.num_moe_layers
-        ffn = max(_dense_elements(recipe) if num_dense else 0, _router_elements(recipe) if m.num_moe_layers else 0)
-        elements += (_attention_elements(recipe).kept + ffn) * microbatch_tokens(recipe)
+        modules = modules_of(m, recipe.parallel)
+        of_layers = (sum(it.kept for it in modules if it.is_in(layer)) for layer in range(m.num_layers))
+        attention = sum(it.kept for it in modules if it.layers is not None and it.region in ("attention", "norms"))
+        elements += max(of_layers, default=attention) * microbatch_tokens(recipe)
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
 

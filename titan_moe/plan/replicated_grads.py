@@ -6,7 +6,6 @@ A rank copies its shards of these gradients into a flat message, all-reduces it 
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.plan.count import count_query_key_value
 from titan_moe.plan.pipeline.parts import Part
 
 MESSAGE_ELEMENTS = 64 * 2**20
@@ -16,14 +15,13 @@ MESSAGE_ELEMENTS = 64 * 2**20
 def replicated_elements(part: Part) -> float:
     """Count the gradients that a rank sums over tp: its shards of the parameters that all ranks of tp have."""
     sizes = resolve(part.recipe.parallel, part.world_size)
-    return part.count.replicated_over_tp(sizes.tp) / sizes.fsdp if sizes.tp > 1 else 0.0
+    return part.count.replicated_over_tp / sizes.fsdp if sizes.tp > 1 else 0.0
 
 
 def flat_copy_bytes(part: Part) -> int:
     """Count the bytes of the largest message. One message exists at a time, after all activations are freed."""
-    sizes, model = resolve(part.recipe.parallel, part.world_size), part.recipe.model
-    is_whole = model.attention.kind == "gqa" and model.attention.num_kv_heads < sizes.tp
-    largest_gradient = count_query_key_value(model) / sizes.fsdp if is_whole else 0.0
+    sizes = resolve(part.recipe.parallel, part.world_size)
+    largest_gradient = max(module.whole for module in part.count.modules) / sizes.fsdp
     elements = min(replicated_elements(part), max(MESSAGE_ELEMENTS, largest_gradient))
     return round(elements * BYTES_OF_DTYPE[part.recipe.precision.reduce])
 

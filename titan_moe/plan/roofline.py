@@ -6,17 +6,15 @@ parallelism within layers: a lower bound, not a prediction.
 """
 
 from dataclasses import dataclass
+from typing import get_args
 
+from titan_moe.config.modules import Region, modules_of
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan import replicated_grads
-from titan_moe.plan.count import (
-    attention_core_flops_per_token,
-    attention_core_width,
-    attention_projection_weights,
-)
+from titan_moe.plan.count import attention_core_flops_per_token
 from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.links import rows_sent
 from titan_moe.plan.memory import experts_per_rank, parameters_of
@@ -50,26 +48,18 @@ def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Wo
     part = parts_of(recipe, world_size)[pp_rank]
     recipe, world_size = part.recipe, part.world_size
     m, t = recipe.model, recipe.train
-    width, moe, num_moe_layers = m.hidden_size, m.moe, m.num_moe_layers
     sizes = resolve(recipe.parallel, world_size)
     # of a rank between layers; inside layers tp and ulysses have all tokens, and a part of the widths
     num_tokens = t.global_batch_sequences * t.seq_len_tokens // (sizes.dp * sizes.cp * sizes.tp)
-    weights = {
-        "attention": m.num_layers * attention_projection_weights(m),
-        "dense": (m.num_layers - num_moe_layers) * 3 * width * m.ffn_hidden_size,
-        "router": num_moe_layers * width * moe.num_experts,
-        "experts": num_moe_layers * 3 * m.expert_width * moe.ffn_hidden_size * moe.top_k,
-        "shared": num_moe_layers * 3 * width * moe.shared_ffn_hidden_size,
-        "latent": num_moe_layers * 2 * width * moe.latent_size,
-        "head": part.has_head * m.vocab_size * width,
-    }
-    flops = {part: FORWARD_AND_BACKWARD * num_tokens * size for part, size in weights.items()}
+    flops = dict.fromkeys(get_args(Region), 0)
+    for module in part.count.modules:
+        flops[module.region] += FORWARD_AND_BACKWARD * num_tokens * module.number * module.multiply_adds
     flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
     work = {part: Work(flops=count) for part, count in flops.items()}
     work["attention"] = Work(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
     row_bytes = m.expert_width * BYTES_OF_DTYPE[recipe.precision.compute]
     # 2: the gradient of a row is sent too
-    rows, etp = 2 * num_moe_layers * num_tokens * row_bytes, recipe.parallel.etp
+    rows, etp = 2 * m.num_moe_layers * num_tokens * row_bytes, recipe.parallel.etp
     gathered = rows * (etp - 1)  # those of an etp group; as many results are reduce-scattered
     moved = rows * etp * rows_sent(recipe, world_size).all
     if recipe.parallel.overlap == "tile":  # the experts' GEMMs move the rows
@@ -99,23 +89,12 @@ def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
     """Count the bytes that attention layers receive from other cp ranks for the tokens that a rank has between layers:
     queries, keys, values and results, or latents (parallel/context.py). Gradients take the same ways back; with `ring`
     they go round behind keys and values, which are sent twice, and are in fp32."""
-    p, a = recipe.parallel, recipe.model.attention
-    num_kv_heads = max(a.num_kv_heads / p.tp, 1)
-    if a.kind == "mla":
-        exchanged, gathered = 0.0, float(a.kv_lora_rank + a.qk_rope_head_dim)
-    elif p.cp_kind == "ulysses":
-        exchanged, gathered = 2 * max(num_kv_heads, p.cp) * a.head_dim, 0.0
-    else:
-        exchanged, gathered = 0.0, 2 * num_kv_heads * a.head_dim
-    if p.cp_kind == "ulysses":
-        exchanged += attention_core_width(recipe.model) / p.tp  # queries and results
-    elements = (1 - 1 / p.cp) * exchanged + (p.cp - 1) * gathered
     compute = BYTES_OF_DTYPE[recipe.precision.compute]
     both_ways = 2 * compute
-    if p.cp_kind == "ring":
+    if recipe.parallel.cp_kind == "ring":
         both_ways += max(compute, BYTES_OF_DTYPE["fp32"])
-    # a rank of tp has a part of the heads of all its tokens
-    return recipe.model.num_layers * num_tokens * p.tp * elements * both_ways
+    modules = modules_of(recipe.model, recipe.parallel)
+    return num_tokens * sum(module.number * module.received for module in modules) * both_ways
 
 
 def sharding_bytes(part: Part) -> float:
@@ -124,11 +103,11 @@ def sharding_bytes(part: Part) -> float:
     Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
     gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces.
     """
-    recipe, counted = part.recipe, part.count
-    sizes, p = resolve(recipe.parallel, part.world_size), recipe.parallel
+    recipe, p = part.recipe, part.recipe.parallel
+    sizes = resolve(p, part.world_size)
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
-    root = (counted.embedding + counted.head) / p.tp + part.has_head * recipe.model.hidden_size
-    blocks = counted.dense_per_tp_rank(p.tp) - root
+    root = sum(module.own_parameters for module in part.count.modules if module.layers is None)
+    blocks = part.count.dense_of_a_rank - root
     groups = (  # parameters, gathers a microbatch, ranks that share them
         (root, 1, sizes.fsdp),
         (blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.fsdp),

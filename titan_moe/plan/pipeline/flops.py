@@ -6,10 +6,13 @@ embedding.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.modules import modules_of
 from titan_moe.config.recipe import Recipe
-from titan_moe.plan.count import attention_core_flops_of_layer, layer_matrix_weights
+from titan_moe.plan.count import attention_core_flops_per_token
 
 
 class Flops(NamedTuple):
@@ -27,16 +30,15 @@ class Flops(NamedTuple):
 
 def flops_of_module(recipe: Recipe, name: str) -> Flops:
     """The FLOPs of a module that stages have: "embed", "layers.0", "norm", "head"."""
-    model = recipe.model
-    core = 0
-    if name == "head":
-        weights = model.vocab_size * model.hidden_size
-    elif name.startswith("layers."):
-        layer = int(name.removeprefix("layers."))
-        weights = layer_matrix_weights(model, layer)
-        core = attention_core_flops_of_layer(model, layer, recipe.train.seq_len_tokens) // 3
-    else:
-        return Flops()
+    return _flops(recipe.model, recipe.train.seq_len_tokens, name)
+
+
+@lru_cache(maxsize=1024)  # a report asks for them many times
+def _flops(model: ModelConfig, seq_len_tokens: int, name: str) -> Flops:
+    layers = [int(name.removeprefix("layers."))] if name.startswith("layers.") else []
+    core = attention_core_flops_per_token(model, seq_len_tokens, layers) // 3
+    rows = [row for row in modules_of(model) if row.path == name or any(map(row.is_in, layers))]
+    weights = sum(row.multiply_adds for row in rows if row.region != "router")
     return Flops(2 * weights + core, 2 * weights + 2 * core, 2 * weights)
 
 

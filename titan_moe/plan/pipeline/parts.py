@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules, why_kept
+from titan_moe.config.modules import modules_of
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.plan.count import ParameterCount, count_parameters
+from titan_moe.plan.count import ParameterCount
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places, few_microbatches
 from titan_moe.plan.pipeline.schedules import Measure, measure_rank
@@ -47,14 +48,12 @@ class Part:
     def count(self) -> ParameterCount:
         """The parameters of the rank's modules. A tied weight counts on the ranks of the embedding and of the head, but
         only once if both are on one rank."""
-        count, model = count_parameters(self.recipe.model), self.recipe.model
-        has_copy = model.embeddings_are_tied and not self.has_embedding
-        return replace(
-            count,
-            embedding=count.embedding if self.has_embedding else 0,
-            head=(count.embedding if has_copy else count.head) if self.has_head else 0,
-            norms=count.norms - (0 if self.has_head else model.hidden_size),
-        )
+        model = self.recipe.model
+        model = replace(model, embeddings_are_tied=model.embeddings_are_tied and self.has_embedding)
+        lacks = [] if self.has_embedding else ["embed"]
+        lacks += [] if self.has_head else ["norm", "head"]
+        modules = modules_of(model, self.recipe.parallel)
+        return ParameterCount(tuple(module for module in modules if module.path not in lacks))
 
 
 def parts_of(recipe: Recipe, world_size: int) -> list[Part]:

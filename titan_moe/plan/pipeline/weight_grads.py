@@ -10,16 +10,20 @@ from typing import NamedTuple
 from titan_moe.config.arena import experts_of
 from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import GemmModule, gemm_modules, why_kept
+from titan_moe.config.modules import Region
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.pipeline.flops import Flops, flops_of_module
 
-OVERLAPPED = {"gqa": ("qkv", "out"), "mla": ("q_up", "out")}
-"""The projections of attention that exchange their tokens with `tp_comm_overlap`; of dense layers both do."""
-
-
 OF_HEAD = "its loss computes them in forward"
 """Why the head does not delay, in any recipe."""
+NAMES: dict[Region, str] = {
+    "dense": "dense layers",
+    "experts": "routed experts",
+    "shared": "shared experts",
+    "latent": "latent projections",
+}
+"""Regions in words, where they are others."""
 
 
 class Obstacle(NamedTuple):
@@ -47,25 +51,11 @@ def obstacle_of(recipe: Recipe, module: GemmModule) -> Obstacle | None:
         is_compiled = is_compiled and experts != "fused"  # which runs outside of graphs
     elif is_rounded:
         return Obstacle(f'in "{p.format_of(module.part)}"', 'precision.linears = "compute"')
-    elif _is_overlapped(recipe, module):
+    elif recipe.parallel.tp_comm_overlap and recipe.parallel.tp > 1 and module.row.overlaps:
         return Obstacle("one operation with messages over tp", "parallel.tp_comm_overlap = false")
-    elif module.path.endswith(("latent_down", "latent_up")):
+    elif module.row.region == "latent":
         is_compiled = False
     return Obstacle("in compiled graphs", 'compile.regional = "off"') if is_compiled else None
-
-
-def _is_overlapped(recipe: Recipe, module: GemmModule) -> bool:
-    p, (parent, _, name) = recipe.parallel, module.path.rpartition(".")
-    if not p.tp_comm_overlap or p.tp == 1:
-        return False
-    return name in (OVERLAPPED[recipe.model.attention.kind] if parent == "attention" else ("gate_up", "down"))
-
-
-def flops_of_weights(recipe: Recipe, module: GemmModule) -> int:
-    """The FLOPs of the weight gradients of a module, of a token."""
-    inputs, outputs = module.widths
-    matrices = 3 * recipe.model.moe.top_k if module.part == "experts" else 1
-    return 2 * matrices * inputs * outputs
 
 
 def split_flops(recipe: Recipe, stages: Iterable[Iterable[str]]) -> list[Flops]:
@@ -74,7 +64,7 @@ def split_flops(recipe: Recipe, stages: Iterable[Iterable[str]]) -> list[Flops]:
     late = {f"layers.{layer}": 0 for layer in range(recipe.model.num_layers)}
     for module in gemm_modules(recipe.model):
         if obstacle_of(recipe, module) is None:
-            late[f"layers.{module.layer}"] += flops_of_weights(recipe, module)
+            late[f"layers.{module.layer}"] += 2 * module.row.multiply_adds
 
     def of(name: str) -> Flops:
         whole = flops_of_module(recipe, name)
@@ -94,22 +84,15 @@ def describe_weight_grads(recipe: Recipe) -> Iterator[str]:
     names: dict[Obstacle, list[str]] = {}
     total, late = flops_of_module(recipe, "head").backward_weight, 0.0
     for module in gemm_modules(recipe.model):
-        flops, obstacle = flops_of_weights(recipe, module), obstacle_of(recipe, module)
+        flops, obstacle = 2 * module.row.multiply_adds, obstacle_of(recipe, module)
         total += flops
         if obstacle is None:
             late += flops
-        elif (name := _part_of_layer(module)) not in names.setdefault(obstacle, []):
+        elif (name := NAMES.get(region := module.row.region, region)) not in names.setdefault(obstacle, []):
             names[obstacle].append(name)
     kept = [f"{_listed(parts)} ({why}; delayed with {way_out})" for (why, way_out), parts in names.items()]
     rest = "; ".join([*kept, f"head ({OF_HEAD})"])
     yield f"weight gradients: {100 * late / total:.3g} % delayed, by FLOPs; not those of {rest}"
-
-
-def _part_of_layer(module: GemmModule) -> str:
-    if module.part == "experts":
-        return "routed experts"
-    named = {"attention": "attention", "latent_": "latent projections", "shared_experts": "shared experts"}
-    return next((name for word, name in named.items() if word in module.path), "dense layers")
 
 
 def _listed(names: list[str]) -> str:

@@ -1,0 +1,197 @@
+"""The table of a model's modules: what each is, holds, computes and keeps. All counts of a recipe read it.
+
+A row is a module of a block, in some of the layers, or a module of the whole model. Its numbers are those of one layer
+and, where the layout matters, of one rank. A new part of a model is one more row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.precision import Part
+
+Region = Literal["embedding", "attention", "norms", "dense", "router", "experts", "shared", "latent", "head"]
+"""What a module counts as. Most are regions of a trace too."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A row of the table. Elements are of a token, of those that a rank has between layers, in the dtype of compute."""
+
+    path: str  # inside a block, `attention.qkv`, or in the model, `embed`
+    region: Region
+    layers: range | None = None  # that have it; None for a module of the whole model
+    part: Part | None = None  # the kind of module that has a format; None without one
+    widths: tuple[int, int] = (0, 0)  # input and output; of routed experts row and hidden
+    own_widths: tuple[int, int] = (0, 0)  # those of a rank: its part where tp, etp or exchanged heads split them
+    parameters: int = 0
+    own_parameters: float = 0  # those of a rank of tp, or of ep and etp, before FSDP shards them
+    whole: int = 0  # of the parameters, those that every rank of tp has
+    idle: int = 0  # of the parameters, those that one token does not use
+    multiply_adds: int = 0  # with weights, of a token in forward
+    pair_width: int = 0  # multiply-adds of a query and a key that it attends to, in QK^T and PV
+    kept: int = 0  # elements that backward keeps
+    gradients: int = 0  # elements of gradients that exist at a time, and of what is computed again beside them
+    kept_as_codes: float = 0
+    """Elements that it keeps beyond these if it keeps codes of its input, half an element each. Inputs that nothing
+    else reads in backward are not kept then."""
+    received: float = 0  # elements that a rank of cp receives from others in forward
+    overlaps: bool = False  # whether it multiplies while it exchanges tokens, with `tp_comm_overlap`
+
+    @property
+    def number(self) -> int:
+        """How many the model has."""
+        return 1 if self.layers is None else len(self.layers)
+
+    def is_in(self, layer: int) -> bool:
+        """Whether a layer has it."""
+        return self.layers is not None and layer in self.layers
+
+
+ALONE = ParallelConfig()
+"""The layout of one rank."""
+
+
+@lru_cache(maxsize=64)
+def modules_of(model: ModelConfig, parallel: ParallelConfig = ALONE) -> tuple[Module, ...]:
+    """The table of a model, in the order of its forward."""
+    return tuple(default_modules(model, parallel))
+
+
+def parameters_of_an_expert(model: ModelConfig, etp: int = 1) -> int:
+    """Count the weights of one routed expert, and its biases; or of the part that each of `etp` ranks has."""
+    width, hidden = model.expert_width, model.moe.ffn_hidden_size // etp
+    return 3 * width * hidden + (2 * hidden + width if model.moe.expert_mlp_bias else 0)
+
+
+def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
+    """The rows of the default class."""
+    width, words, layers = model.hidden_size, model.vocab_size, range(model.num_layers)
+    num_dense, tp = model.num_layers - model.num_moe_layers, max(p.tp, 1)
+    attention = _gqa if model.attention.kind == "gqa" else _mla
+    yield _matrix("embedding", None, tp, "embed", (words, width), "inputs", part=None, multiply_adds=0)
+    yield _vectors("norms", layers, "attention_norm", width, kept=2 * width)  # input and output
+    yield from attention(model, layers, p)
+    yield _vectors("norms", layers, "ffn_norm", width, kept=2 * width)
+    yield from _mlp("dense", layers[:num_dense], tp, "feed_forward", (width, model.ffn_hidden_size))
+    yield from _moe(model, layers[num_dense:], p)
+    yield _vectors("norms", None, "norm", width)
+    head = _matrix("head", None, tp, "head", (width, words), "outputs", part=None)
+    yield replace(head, parameters=0, own_parameters=0) if model.embeddings_are_tied else head
+
+
+def _matrix(
+    region: Region, layers: range | None, tp: int, path: str, widths: tuple[int, int], split: str = "",
+    *, copies: int = 1, reads_alone: bool = False, **row: Any,
+) -> Module:  # fmt: skip
+    """A linear layer whose inputs or outputs the ranks of tp split, if any. It reads `copies` ranks' tokens."""
+    (inputs, outputs), weights = widths, widths[0] * widths[1]
+    own = {"inputs": (inputs // tp, outputs), "outputs": (inputs, outputs // tp)}.get(split, widths)
+    own_parameters, whole = (weights / tp, 0) if split else (weights, weights)
+    counts = {"parameters": weights, "own_parameters": own_parameters, "whole": whole, "multiply_adds": weights}
+    codes = copies * inputs * (0.5 - reads_alone)
+    facts: Any = {"part": "linears", "own_widths": own, "kept_as_codes": codes, "overlaps": bool(split)}
+    return Module(path, region, layers, widths=widths, **(counts | facts | row))
+
+
+def _vectors(region: Region, layers: range | None, path: str, size: int, kept: int = 0) -> Module:
+    """Parameters that every rank of tp has. Their FLOPs are few and not counted."""
+    return Module(path, region, layers, parameters=size, own_parameters=size, whole=size, kept=kept)
+
+
+def _ranks(p: ParallelConfig) -> tuple[int, int, int, int]:
+    """The ranks of tp and of cp, and those of cp of whose tokens a rank has some heads, or all keys."""
+    tp, cp = max(p.tp, 1), max(p.cp, 1)
+    by_heads, by_keys = (cp if p.cp_kind == kind else 1 for kind in ("ulysses", "allgather"))
+    return tp, cp, by_heads, by_keys
+
+
+def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Module]:
+    """A rank has some heads of the tokens of several ranks, which are as many elements; ranks may share a key/value
+    head. What is gathered is kept in place of the rank's own part: over tp the input, over cp keys and values."""
+    a, width, (tp, cp, by_heads, by_keys) = model.attention, model.hidden_size, _ranks(p)
+    queries, fused = a.num_heads * a.head_dim, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    keys = 2 * max(a.num_kv_heads, tp * by_heads) * a.head_dim  # and values
+    own = (width, (a.num_heads // tp + 2 * max(a.num_kv_heads // tp, 1)) * a.head_dim)
+    kept: Any = {"kept": (tp - 1) * width + queries + keys, "gradients": queries + keys, "overlaps": True}
+    split = "outputs" if tp <= a.num_kv_heads else ""  # else every rank has all of them
+    row = partial(_matrix, "attention", layers, tp)
+    yield row("attention.qkv", (width, fused), split, own_widths=own, copies=tp, reads_alone=True, **kept)
+    yield _vectors("attention", layers, "attention.qkv.bias", fused if a.qkv_bias else 0)
+    yield _vectors("attention", layers, "attention.qk_norm_rope", 2 * a.head_dim if a.qk_norm else 0)
+    exchanged = keys + 2 * queries if by_heads > 1 else 0
+    received = (1 - 1 / by_heads) * exchanged + (cp // by_heads - 1) * keys
+    yield _core(layers, by_heads, 2 * queries, attended=queries + by_keys * keys, result=queries, received=received)
+    yield row("attention.out", (queries, width), "inputs", reads_alone=by_heads > 1)
+
+
+def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Module]:
+    """Latents are gathered, before and after their norm: they are narrower than the keys and values that they become.
+    The rotated part of keys is a part of the projection."""
+    a, width, (tp, cp, by_heads, by_keys) = model.attention, model.hidden_size, _ranks(p)
+    rank, latent, projected = a.q_lora_rank, a.kv_lora_rank, a.kv_lora_rank + a.qk_rope_head_dim
+    queries, result = a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim), a.num_heads * a.v_head_dim
+    values = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)  # beside keys, whose copies they are
+    row = partial(_matrix, "attention", layers, tp)
+    if rank:
+        yield row("attention.q_down", (width, rank), kept=rank, gradients=rank)
+        yield _vectors("attention", layers, "attention.q_norm", rank)
+    compressed = tp * rank + queries
+    kept: Any = {"kept": compressed + (tp * width if tp > 1 and not rank else 0), "gradients": compressed}
+    # without compression it reads what `kv_down` does, but for the tokens of other ranks
+    yield row("attention.q_up", (rank or width, queries), "outputs", copies=tp, reads_alone=tp > 1 or rank > 0, **kept)
+    size = tp * by_heads * projected
+    yield row("attention.kv_down", (width, projected), reads_alone=True, kept=size, gradients=size)
+    yield _vectors("attention", layers, "attention.kv_norm", latent)
+    own, copies = (latent, values // (tp * by_heads)), tp * by_heads * by_keys
+    size = copies * latent + by_keys * values
+    kept = {"kept": size, "gradients": size, "copies": copies, "reads_alone": True, "overlaps": False}
+    yield row("attention.kv_up", (latent, values), "outputs", own_widths=own, **kept)
+    received = (1 - 1 / by_heads) * (queries + result) + (cp - 1) * tp * projected
+    yield _core(layers, by_heads, queries + result, attended=by_keys * queries, result=result, received=received)
+    yield row("attention.out", (result, width), "inputs", reads_alone=by_heads > 1)
+
+
+def _core(layers: range, by_heads: int, pair_width: int, *, attended: int, result: int, received: float) -> Module:
+    """Attention without projections. `ulysses` keeps the result before and after its exchange."""
+    kept, gradients = attended + (1 + (by_heads > 1)) * result, attended + result
+    sizes: Any = {"kept": kept, "gradients": gradients, "received": received}
+    return Module("attention", "attention", layers, pair_width=pair_width, **sizes)
+
+
+def _mlp(region: Region, layers: range, tp: int, path: str, widths: tuple[int, int]) -> Iterator[Module]:
+    """It keeps hidden states, and its gathered input over tp, beside which the router keeps its own part of that of
+    shared experts. The activation is computed again."""
+    (width, hidden), is_dense, row = widths, region == "dense", partial(_matrix, region, layers, tp)
+    kept: Any = {"kept": 2 * hidden + ((tp - is_dense) * width if tp > 1 else 0)}
+    kept["gradients"] = 4 * hidden if is_dense else 0  # of hidden states and of activations, and the activations
+    alone = tp > 1 or is_dense
+    yield row(f"{path}.gate_up", (width, 2 * hidden), "outputs", copies=tp, reads_alone=alone, **kept)
+    yield row(f"{path}.down", (hidden, width), "inputs")
+
+
+def _moe(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Module]:
+    """Routed experts keep rows and slots, whose numbers differ by dispatcher: plan/peak.py counts them."""
+    width, row_width, moe, tp, etp = model.hidden_size, model.expert_width, model.moe, max(p.tp, 1), max(p.etp, 1)
+    of_latent = partial(_matrix, "latent", layers, tp, kept=row_width)
+    logits = 2 * moe.num_experts  # in fp32
+    yield _matrix("router", layers, tp, "feed_forward.router", (width, moe.num_experts), part=None, kept=logits)
+    if moe.latent_size:
+        yield of_latent("feed_forward.latent_down", (width, row_width))
+    one_expert, hidden = parameters_of_an_expert(model), moe.ffn_hidden_size
+    yield Module(
+        "feed_forward.experts", "experts", layers, "experts", (row_width, hidden), (row_width, hidden // etp),
+        parameters=moe.num_experts * one_expert,
+        own_parameters=moe.num_experts / max(p.ep, 1) * parameters_of_an_expert(model, etp),
+        idle=(moe.num_experts - moe.top_k) * one_expert,
+        multiply_adds=3 * row_width * hidden * moe.top_k,
+    )  # fmt: skip
+    if moe.latent_size:
+        yield of_latent("feed_forward.latent_up", (row_width, width), reads_alone=True)
+    if moe.shared_ffn_hidden_size:
+        path, inner = "feed_forward.shared_experts", ".mlp" if moe.shared_expert_gate else ""
+        yield from _mlp("shared", layers, tp, path + inner, (width, moe.shared_ffn_hidden_size))
+        yield _vectors("shared", layers, f"{path}.gate", width if moe.shared_expert_gate else 0)
