@@ -72,6 +72,7 @@ KEPT = {
     "run.is_deterministic": "two runs that differ in nothing: how a defect is found",
     "run.step_timeout_minutes": "a hung run ends; how long a step may take differs by run",
     "model.class": "a model of one's own",
+    "model.table": "the plan of a model of one's own",
     "model.name": "what the logs call a shape",
     "model.vocab_size": "shape of every model",
     "model.num_layers": "shape of every model",

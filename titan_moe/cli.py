@@ -83,6 +83,7 @@ def _command(argv: Sequence[str]) -> int:
                 f"--nproc-per-node {args.nproc_per_node} needs --nproc, the ranks of all nodes, a multiple of it"
             )
         os.environ["LOCAL_WORLD_SIZE"] = str(args.nproc_per_node)  # as torchrun does
+    sys.path.append(os.getcwd())  # for model.class and table: `python -m titan_moe` finds modules there too
     try:
         if args.verb == "recipe":
             with _closed_pipe_ignored():
@@ -138,7 +139,6 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
         return launch(world_size, [verb, path, *overrides], 60 * recipe.run.step_timeout_minutes)
     _set_variables_of_torch(recipe.run.device)
     _set_up_logging()
-    sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
     with _imports_frozen():
         if verb == "trace":
             from titan_moe.training.trace import run

@@ -47,6 +47,10 @@ ZERO_BUBBLE = f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2 --paralle
 BROKEN = {
     "numbers_are_in_range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
     "class_is_addressable": ("--model.class=Transformer", '"package.module:Class"'),
+    "table_is_of_a_class": (
+        "--model.table=titan_moe.config.modules:default_modules",
+        "describes a model.class of your own",
+    ),
     "tied_embeddings_have_one_deviation": (
         "--model.embeddings_are_tied=true --model.embedding_init_std=0.5",
         "embedding_init_std = 0.5 has no effect with model.embeddings_are_tied = true",

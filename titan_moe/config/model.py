@@ -144,8 +144,14 @@ class ModelConfig:
     `parameter_kinds`. A run counts its parameters and, by a step without numbers on the meta device, its FLOPs; a
     method `training_flops_per_token(seq_len_tokens)` replaces that step. Where FLOPs are unknown, as of kernels or
     masks of its own, the metrics have neither TFLOP/s nor MFU. Parameters with `requires_grad = False` are frozen. The
-    class is code: a run imports and executes it. Nothing else that a run reads is executed, neither checkpoints nor
-    data."""
+    class is code: a run imports and executes it. Nothing else that a run reads is executed but `model.table`, neither
+    checkpoints nor data."""
+    table: str = ""
+    """A function that describes the modules of `model.class`, as `package.module:function`; empty means that
+    `titan-moe check` plans for the default class. It takes a `ModelConfig` and a `ParallelConfig`, and returns rows
+    (`titan_moe.config.modules.Module`); the easiest way is to add rows to those of
+    `titan_moe.config.modules.default_modules`. `titan-moe check` imports and executes it, so its module should import
+    no torch."""
     name: str = "custom"
     """The name of the model in logs and reports."""
     vocab_size: int = 256

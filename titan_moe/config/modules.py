@@ -4,6 +4,7 @@ A row is a module of a block, in some of the layers, or a module of the whole mo
 and, where the layout matters, of one rank. A new part of a model is one more row.
 """
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.parse import RecipeError
 from titan_moe.config.precision import Part
 
 Region = Literal["embedding", "attention", "norms", "dense", "router", "experts", "shared", "latent", "head"]
@@ -57,8 +59,30 @@ ALONE = ParallelConfig()
 
 @lru_cache(maxsize=64)
 def modules_of(model: ModelConfig, parallel: ParallelConfig = ALONE) -> tuple[Module, ...]:
-    """The table of a model, in the order of its forward."""
-    return tuple(default_modules(model, parallel))
+    """The table of a model, in the order of its forward.
+
+    Raises: RecipeError where `model.table` cannot be imported, or returns something else.
+    """
+    table = import_named("model.table", model.table) if model.table else default_modules
+    rows = tuple(table(model, parallel))
+    if not all(isinstance(row, Module) for row in rows):
+        raise RecipeError([f'model.table = "{model.table}" must return rows of titan_moe.config.modules.Module'])
+    return rows
+
+
+def import_named(key: str, path: str) -> Any:
+    """Import what a recipe names as `package.module:name`.
+
+    Raises: RecipeError with key and reason.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        way_out = 'write it as "package.module:name"'
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            way_out = f"install {error.name}, which it imports"
+        raise RecipeError([f'{key} = "{path}" cannot be imported: {error}; {way_out}']) from error
 
 
 def parameters_of_an_expert(model: ModelConfig, etp: int = 1) -> int:

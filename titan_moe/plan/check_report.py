@@ -105,12 +105,12 @@ def _experts(recipe: Recipe) -> str:
 
 
 def _count_rows(recipe: Recipe) -> list[tuple[str, str]]:
-    """Parameters and FLOPs. A class of the user's is code, which is not run here."""
-    if recipe.model.class_ != ModelConfig.class_:
+    """Parameters and FLOPs. A class of the user's is code, which is not run here; its table is."""
+    if recipe.model.class_ != ModelConfig.class_ and not recipe.model.table:
         whose = f"those of model.class = {in_toml(recipe.model.class_)} are counted when a run starts"
         return [
             ("parameters", f"and FLOPs: {whose};"),
-            ("", "memory, peak and pipeline below are those of the default class of this [model]"),
+            ("", "memory, peak and pipeline below are those of the default class; set model.table to describe yours"),
         ]
     num_tokens = recipe.train.seq_len_tokens
     gflop = training_flops_per_token(recipe.model, num_tokens) / 1e9

@@ -1,6 +1,5 @@
 """`model.class`: the import of a model of one's own, and the checks of its contract (`--explain model.class`)."""
 
-import importlib
 import inspect
 import logging
 import math
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.dispatchers import LOCAL
 from titan_moe.config.model import MoEConfig
+from titan_moe.config.modules import import_named
 from titan_moe.data.packing import IGNORE_LABEL
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.router import TopKRouter
@@ -34,14 +34,7 @@ def import_model_class(path: str) -> type[nn.Module]:
 
     Raises: RecipeError with key and reason if it cannot be imported, or not be called as a model is.
     """
-    module_name, _, class_name = path.partition(":")
-    try:
-        model_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        way_out = 'write it as "package.module:Class"'
-        if isinstance(error, ModuleNotFoundError) and not f"{module_name}.".startswith(f"{error.name}."):
-            way_out = f"install {error.name}, which it imports"
-        raise RecipeError([f'model.class = "{path}" cannot be imported: {error}; {way_out}']) from error
+    model_class: type[nn.Module] = import_named("model.class", path)
     try:
         inspect.signature(model_class).bind(None, kernels=None, loss_chunk_tokens=0)
     except (TypeError, ValueError) as error:

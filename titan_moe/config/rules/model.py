@@ -15,6 +15,13 @@ def class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'model.class = "{recipe.model.class_}" must read "package.module:Class"'
 
 
+@rule("the default class is described already", "model.table class")
+def table_is_of_a_class(recipe: Recipe, world_size: int) -> Iterator[str]:
+    m = recipe.model
+    if m.table and m.class_ == ModelConfig.class_:
+        yield f'model.table = "{m.table}" describes a model.class of your own, and the class is the default'
+
+
 @rule(
     "tied embeddings are the weight of the head, whose deviation is init_std",
     "model.embedding_init_std embeddings_are_tied",
