@@ -263,7 +263,7 @@ def test_what_is_gathered_second_lies_where_the_share_of_the_first_was_or_behind
         recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--model.vocab_size={vocabulary}"])
         gathered[name] = gathering_bytes(parts_of(recipe, num_ranks)[0]) / 2
     width = 2048
-    block = width * (128 * (32 + 2 * 4) + 32 * 128 + 128 + 3) + 2 * 128  # attention, router, norms
+    block = width * (128 * (32 + 2 * 4) + 32 * 128 + 128 + 2) + 2 * 128  # attention, router, norms
     root = 2 * 151_936 * width
     assert gathered["within"] == root * 5 / 4
     assert gathered["behind"] == 2 * 2048 * width + block * 5 / 4

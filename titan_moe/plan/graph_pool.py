@@ -73,7 +73,7 @@ def _pairs_of(part: Part) -> list[tuple[Group, Group]]:
 
     def block(layer: int) -> Group:
         rows = (module for module in count.modules if module.is_in(layer) and module.region != "experts")
-        return Group(sum(module.own_parameters for module in rows) + model.hidden_size, sizes.fsdp)
+        return Group(sum(module.own_parameters for module in rows), sizes.fsdp)
 
     ends = count["embedding"], count["head"]
     root = Group((sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp, sizes.fsdp)

@@ -197,7 +197,7 @@ def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool)
     m, num_tokens, element = recipe.model, microbatch_tokens(recipe), BYTES_OF_DTYPE[recipe.precision.compute]
     gradients = Counter[str]()
     for module in modules_of(m, recipe.parallel):
-        gradients[module.region] += module.gradients if module.number or module.region == "attention" else 0
+        gradients[module.region] += module.gradients if module.number else 0
     most: float = max(gradients.values()) * num_tokens * element
     if m.num_moe_layers and has_arena:
         most = max(most, temporary_bytes_per_rank(recipe))
@@ -219,8 +219,7 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     if what == "block":
         modules = modules_of(m, recipe.parallel)
         of_layers = (sum(it.kept for it in modules if it.is_in(layer)) for layer in range(m.num_layers))
-        attention = sum(it.kept for it in modules if it.layers is not None and it.region in ("attention", "norms"))
-        elements += max(of_layers, default=attention) * microbatch_tokens(recipe)
+        elements += max(of_layers, default=0) * microbatch_tokens(recipe)
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
 

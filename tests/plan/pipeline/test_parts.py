@@ -99,7 +99,10 @@ def test_a_rank_without_layers_keeps_nothing_for_them() -> None:
     assert [part.recipe.model.num_layers for part in (first, middle, last)] == [0, 6, 1]
     assert [part.recipe.model.num_moe_layers for part in (first, middle, last)] == [0, 4, 1]
     assert first.num_in_flight == 0 and middle.num_in_flight == 2
-    assert state_bytes(first) == 16 * MODEL.vocab_size * MODEL.hidden_size
+    first = replace(first, recipe=replace(first.recipe, model=replace(first.recipe.model, vocab_size=8)))
+    words = 8 * MODEL.hidden_size
+    assert state_bytes(first) == 16 * words
+    assert peak_bytes(first, 1.0) == (16 + 4 + 2) * words, "reduced gradients and the gathered weight, no temporaries"
 
 
 def test_peak_has_the_activations_of_all_microbatches_in_flight() -> None:
