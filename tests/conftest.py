@@ -308,7 +308,8 @@ def pools(request: pytest.FixtureRequest) -> Beside:
 
 
 def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that the mark `few` does not name, unless their node ids were asked for."""
+    """Leave out the cases that the mark `few` does not name, all if it names none, unless their node ids were asked
+    for."""
     asked = {(Path(file).resolve(), test) for file, _, test in (arg.partition("::") for arg in config.args)}
     cases: defaultdict[tuple[Path, str], set[str]] = defaultdict(set)
     named: dict[tuple[Path, str], set[str]] = {}
@@ -317,10 +318,10 @@ def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
         kept.append(item)
         if not (mark := item.get_closest_marker("few")):
             continue
-        test = item.path, item.originalname
-        cases[test].add(item.callspec.id)
+        test, case = (item.path, item.originalname), item.callspec.id if hasattr(item, "callspec") else ""
+        cases[test].add(case)
         named[test] = set(mark.args)
-        if item.callspec.id not in mark.args and (item.path, item.name) not in asked:
+        if case not in mark.args and (item.path, item.name) not in asked:
             left_out.append(kept.pop())
     if not any(test for _, test in asked):  # all cases were collected
         for test, ids in named.items():

@@ -200,7 +200,7 @@ AUTO = ParallelConfig(ep=2, expert_clones="auto", expert_rank_capacity_factor=0.
 MIXED = PrecisionConfig(compute="fp32", master="fp64", reduce="fp64")
 
 
-@pytest.mark.few("alltoall", "allgather-follows_need")
+@pytest.mark.few("allgather-follows_need")
 @pytest.mark.parametrize(
     ("parallel", "changes"),
     [

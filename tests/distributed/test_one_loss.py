@@ -458,6 +458,7 @@ def test_one_loss_with_ring_attention(
         assert_same(trace, causal_alone(name), 1e-9)
 
 
+@pytest.mark.few()
 def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[str], Trace]) -> None:
     options = {"compile": COMPILED, "memory": MemoryConfig("experts")}
     recipe = split_recipe(replace(RING_EP2, dispatcher="allgather"), "gqa", **options)

@@ -181,7 +181,7 @@ def test_symm_mem_clones_behind_own_weights_train_as_apart(ranks: Any, tmp_path:
         one_loss.assert_same(one_loss.Trace(**fields), one_loss.Trace(**expected), 0.0)
 
 
-@pytest.mark.few("tile", "dear")
+@pytest.mark.few("tile")
 @pytest.mark.parametrize(
     ("overlap", "cost"), [("none", 0), ("tile", 0), ("none", clones.DEAR)], ids=["none", "tile", "dear"]
 )
