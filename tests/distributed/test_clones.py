@@ -75,7 +75,7 @@ def test_clones_change_nothing(
         assert num_clones > 0
 
 
-@pytest.mark.few("allgather-experts")
+@pytest.mark.few()
 @pytest.mark.parametrize(("dispatcher", "what"), [("alltoall", "none"), ("allgather", "experts")])
 def test_clones_beside_graphs_change_nothing(ranks, alone: dict[int, Any], dispatcher: str, what: str) -> None:
     parallel = replace(CLONES, ep=2, dispatcher=dispatcher)

@@ -468,7 +468,7 @@ def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[s
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
-@pytest.mark.few("gqa-window-experts-parallel1")
+@pytest.mark.few()
 @pytest.mark.parametrize(
     ("name", "what", "parallel"),
     [("mla", "none", CP2), ("gqa-window", "experts", with_gathered_keys(CP2))],

@@ -143,6 +143,7 @@ def of_threes(parallel: ParallelConfig) -> Recipe:
     return replace(base, model=model, train=replace(base.train, seq_len_tokens=24, micro_batch_sequences=2))
 
 
+@pytest.mark.few()
 def test_checkpoints_load_bit_for_bit_on_8_then_1_then_6_ranks(ranks, tmp_path: Path) -> None:
     on_8 = of_threes(ParallelConfig(dp_replicate=2, tp=2, ep=4, dispatcher="alltoall"))
     on_6 = of_threes(ParallelConfig(cp=3, tp=2, ep=3, dispatcher="alltoall"))

@@ -54,6 +54,7 @@ def test_loads_table_has_ratios_and_failures(bench: ModuleType) -> None:
     assert "failed: OutOfMemoryError: 1/2" in rows[2]
 
 
+@pytest.mark.few()
 def test_loads_benchmark_runs_on_the_host(bench: ModuleType, tmp_path: Path) -> None:
     options = ["--smoke", "--nproc=2", "--layers=2", "--steps=3", "--loads", "bursts", f"--out={tmp_path / 'out.json'}"]
     stdout = subprocess.run(

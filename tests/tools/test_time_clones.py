@@ -42,6 +42,7 @@ def test_a_fraction_of_tokens_has_one_hot_expert_more(timing: ModuleType) -> Non
         assert torch.equal(table_TK[first::4], timing.hot_table(config, 1, cpu)[first::4])
 
 
+@pytest.mark.few()
 @pytest.mark.slow
 def test_clones_are_timed_on_the_host(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

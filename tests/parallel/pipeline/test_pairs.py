@@ -217,7 +217,7 @@ def learn_both_ways(recipe: Recipe, num_steps: int = 3) -> list[tuple[list[float
 THREE = {"pp": 3, "ep": 1, "pp_layout": "Et|t|t|t|t|tL"}
 
 
-@pytest.mark.few("interleaved", "dualpipev_three_ranks")
+@pytest.mark.few("dualpipev_three_ranks")
 @pytest.mark.parametrize(
     "parallel",
     [
