@@ -79,6 +79,7 @@ def bits_differ(one: Any, other: Any) -> list[int]:
     return [sum(not torch.equal(a, b) for a, b in zip(*kind, strict=True)) for kind in zip(one, other, strict=True)]
 
 
+@pytest.mark.few("1 rank")
 @pytest.mark.parametrize(
     ("num_ranks", "recipe"),
     [
