@@ -123,8 +123,8 @@ def _numbers(value: int, steps: Collection[int]) -> Iterator[int]:
         if value % factor == 0:
             yield value // factor
     for step in steps:
-        nearest = value // max(step, 1)
-        yield from (step * number for number in range(max(nearest - MULTIPLES, 0) + 1, nearest + MULTIPLES))
+        middle = value // max(step, 1)
+        yield from (step * number for number in range(max(middle - MULTIPLES, 0) + 1, middle + MULTIPLES))
 
 
 def _distance(near: int, value: int) -> float:
