@@ -42,11 +42,11 @@ from titan_moe.dispatch import (
 )
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
+from titan_moe.dispatch.clones.weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.hierarchical import NodeGroups
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher
-from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
-from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
+from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_mem.memory import SymmMemory
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
@@ -60,7 +60,7 @@ from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
 from titan_moe.parallel.unsharded_experts import CodesCache
 from titan_moe.parallel.vocabulary import fused_cross_entropy_over_ranks
-from titan_moe.plan.loads import LayerLoads
+from titan_moe.plan.cost.loads import LayerLoads
 
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -9,8 +9,8 @@ import pytest
 
 from titan_moe.config import check_rules, dump_recipe, load_recipe
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.hardware import find_hardware
-from titan_moe.plan.memory import state_bytes_per_rank
+from titan_moe.plan.choice.hardware import find_hardware
+from titan_moe.plan.cost.memory import state_bytes_per_rank
 from titan_moe.plan.pipeline.describe import simulate_step
 
 RECIPES = Path(__file__).parents[1] / "recipes"

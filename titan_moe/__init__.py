@@ -77,15 +77,15 @@ if TYPE_CHECKING:
     from titan_moe.dispatch.base import ExpertInputs as ExpertInputs
     from titan_moe.dispatch.base import Pending as Pending
     from titan_moe.dispatch.capacity import ExpertCapacity as ExpertCapacity
-    from titan_moe.dispatch.symm_mem import SymmMemDispatcher as SymmMemDispatcher
-    from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher as SymmMemFusedDispatcher
-    from titan_moe.dispatch.symm_memory import (
+    from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher as SymmMemDispatcher
+    from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher as SymmMemFusedDispatcher
+    from titan_moe.dispatch.symm_mem.memory import (
         SymmMemory as SymmMemory,
     )
-    from titan_moe.dispatch.symm_memory import (
+    from titan_moe.dispatch.symm_mem.memory import (
         close_symm_memory as close_symm_memory,
     )
-    from titan_moe.dispatch.symm_memory import (
+    from titan_moe.dispatch.symm_mem.memory import (
         open_symm_memory as open_symm_memory,
     )
     from titan_moe.entry import check as check
@@ -142,9 +142,9 @@ _MODULES = {
     "RecipeError": "titan_moe.config.parse",
     "Routed": "titan_moe.dispatch",
     "RunConfig": "titan_moe.config.train",
-    "SymmMemDispatcher": "titan_moe.dispatch.symm_mem",
-    "SymmMemFusedDispatcher": "titan_moe.dispatch.symm_mem_fused",
-    "SymmMemory": "titan_moe.dispatch.symm_memory",
+    "SymmMemDispatcher": "titan_moe.dispatch.symm_mem.dispatcher",
+    "SymmMemFusedDispatcher": "titan_moe.dispatch.symm_mem.fused",
+    "SymmMemory": "titan_moe.dispatch.symm_mem.memory",
     "TokenDispatcher": "titan_moe.dispatch",
     "TopKRouter": "titan_moe.layers.router",
     "TrainConfig": "titan_moe.config.train",
@@ -152,11 +152,11 @@ _MODULES = {
     "ValidationConfig": "titan_moe.config.train",
     "apply_expert_parallel": "titan_moe.parallel.expert",
     "check": "titan_moe.entry",
-    "close_symm_memory": "titan_moe.dispatch.symm_memory",
+    "close_symm_memory": "titan_moe.dispatch.symm_mem.memory",
     "init_weights": "titan_moe.layers.init",
     "linear_cross_entropy": "titan_moe.kernels.loss.cross_entropy",
     "load_recipe": "titan_moe.config.parse",
-    "open_symm_memory": "titan_moe.dispatch.symm_memory",
+    "open_symm_memory": "titan_moe.dispatch.symm_mem.memory",
     "register_dispatcher": "titan_moe.parallel.dispatchers",
     "scale_balancing_losses": "titan_moe.parallel.balance",
     "symm_bytes": "titan_moe.kernels.symm_mem.arrays",

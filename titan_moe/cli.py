@@ -17,7 +17,7 @@ from titan_moe.config.nearest import nearest_key
 from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE, assumes_nodes, planning, ranks_of_a_node, smallest_world
 from titan_moe.config.parse import blame, split_overrides
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
+from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
 from titan_moe.run.end_process import end_soon
 from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
 from titan_moe.run.parent_death import die_with_parent

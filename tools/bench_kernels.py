@@ -15,7 +15,7 @@ from benchmark_case import Benchmark
 from kernel_benchmarks import BENCHMARKS
 
 from titan_moe.kernels.timing import forward_and_total_ms
-from titan_moe.plan.hardware import Hardware, find_hardware
+from titan_moe.plan.choice.hardware import Hardware, find_hardware
 
 
 def main() -> None:

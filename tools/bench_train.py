@@ -43,7 +43,7 @@ from titan_moe.config import Recipe, RecipeError, load_recipe, refusals
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parse import split_overrides
 from titan_moe.config.recipe import num_microbatches
-from titan_moe.plan.count import count_parameters
+from titan_moe.plan.cost.count import count_parameters
 
 WORKER = Path(__file__).with_name("time_steps.py")
 PEER = Path(__file__).with_name("peer_torchtitan.py")

@@ -115,9 +115,9 @@ def build_dispatcher(
         nodes = open_node_groups(group, max(group.size() // 2, 1))
         if name == "hierarchical":
             return HierarchicalDispatcher(case.experts, nodes, permute)
-    from titan_moe.dispatch.symm_mem import SymmMemDispatcher
-    from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
-    from titan_moe.dispatch.symm_memory import open_symm_memory
+    from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
+    from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
+    from titan_moe.dispatch.symm_mem.memory import open_symm_memory
     from titan_moe.kernels.symm_mem.arrays import symm_bytes
 
     if name == "hierarchical_symm_mem":

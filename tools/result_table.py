@@ -8,8 +8,8 @@ from typing import Any
 from titan_moe.config import Recipe
 from titan_moe.config.clones import num_clones, resolve_clones
 from titan_moe.config.recipe import microbatch_tokens, num_microbatches
-from titan_moe.plan.count import training_flops_per_token
-from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.choice.hardware import find_hardware
+from titan_moe.plan.cost.count import training_flops_per_token
 from titan_moe.plan.pipeline.describe import simulate_step
 
 FIGURES = ("tokens/s/GPU", "of the first", "of pp 1 less bubble", "TF", "MFU", "step ms", "peak GiB")

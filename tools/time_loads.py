@@ -36,7 +36,7 @@ from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.forced_loads import draw_ids, generator_of
-from titan_moe.plan.loads import LayerLoads, visit_probability
+from titan_moe.plan.cost.loads import LayerLoads, visit_probability
 from titan_moe.run.process import process_group
 from titan_moe.training.capacity_control import CALIBRATION_STEPS, CapacityControl, largest_factor
 from titan_moe.training.peak_memory import PeakMemory

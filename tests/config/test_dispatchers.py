@@ -10,7 +10,7 @@ from titan_moe.config import RecipeError, check_rules, dump_recipe, load_recipe
 from titan_moe.config.dispatchers import DISPATCHERS, DispatcherFacts, dispatchers_that, facts_of
 from titan_moe.config.explain import explain
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.links import rows_sent
+from titan_moe.plan.cost.links import rows_sent
 
 MODEL = (
     "--model.moe.num_experts=8",

@@ -10,7 +10,7 @@ from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import expert_formats, has_native_experts
 from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW, packed_width
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.memory import arena_bytes_per_rank, packed_bytes
+from titan_moe.plan.cost.memory import arena_bytes_per_rank, packed_bytes
 
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
 

@@ -14,8 +14,8 @@ from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.config.modules import Module, default_modules, modules_of
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.count import count_parameters, training_flops_per_token
-from titan_moe.plan.peak import peak_bytes_per_rank
+from titan_moe.plan.cost.count import count_parameters, training_flops_per_token
+from titan_moe.plan.cost.peak import peak_bytes_per_rank
 from titan_moe.plan.pipeline.stages import stages_of
 
 TINY = Path(__file__).parents[1] / "training" / "tiny.toml"

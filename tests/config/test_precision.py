@@ -9,7 +9,7 @@ from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.formats import FORMAT_FACTS, GemmFormats
 from titan_moe.config.gemms import gemm_modules
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.plan.format_choice import FormatChoice, keep_slower_in_compute
+from titan_moe.plan.choice.formats import FormatChoice, keep_slower_in_compute
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 

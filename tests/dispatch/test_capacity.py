@@ -8,7 +8,7 @@ import torch
 
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.plan.loads import LayerLoads
+from titan_moe.plan.cost.loads import LayerLoads
 
 IDS_SK = torch.tensor([[0, 3], [-1, 2], [-1, -1]])
 

@@ -18,7 +18,7 @@ from titan_moe.dispatch import (
     LocalDispatcher,
     TokenDispatcher,
 )
-from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
+from titan_moe.dispatch.clones.weights import CollectiveCloneWeights
 from titan_moe.dispatch.hierarchical import open_node_groups
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.permute.permutation import Permutation, sort_by_expert

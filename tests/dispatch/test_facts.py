@@ -14,8 +14,8 @@ from titan_moe.dispatch import (
     TokenDispatcher,
 )
 from titan_moe.dispatch.hierarchical import NodeGroups
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher
-from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
+from titan_moe.dispatch.symm_mem.memory import SymmMemory
 
 NUM_EXPERTS, NUM_TOKENS, TOP_K, WIDTH = 8, 12, 3, 16
 

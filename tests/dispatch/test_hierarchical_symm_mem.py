@@ -1,6 +1,6 @@
 """Rows once a node and then over symmetric memory: the bits of `hierarchical`, without a host read, and with a bound.
 
-As in test_symm_mem.py, on CPU the ranks of a node are processes that map each other's files.
+As in symm_mem/test_dispatcher.py, on CPU the ranks of a node are processes that map each other's files.
 """
 
 from pathlib import Path
@@ -19,13 +19,13 @@ from titan_moe.dispatch import CloningDispatcher, HierarchicalDispatcher, TokenD
 from titan_moe.dispatch import capacity as capacity_module
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
+from titan_moe.dispatch.clones.weights import CollectiveCloneWeights
 from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import NodeGroups, _number_copies, open_node_groups
-from titan_moe.dispatch.symm_memory import SymmMemory, open_symm_memory
+from titan_moe.dispatch.symm_mem.memory import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 
-equal_local, symm_mem = load("dispatch/test_equal_local"), load("dispatch/test_symm_mem")
+equal_local, symm_mem = load("dispatch/test_equal_local"), load("dispatch/symm_mem/test_dispatcher")
 NUM_EXPERTS, NUM_TOKENS, NUM_NODES = equal_local.NUM_EXPERTS, equal_local.NUM_TOKENS, 2
 ROUTINGS = ("skewed", "all_to_one_rank", "dropped_choices")
 

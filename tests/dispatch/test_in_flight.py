@@ -1,7 +1,7 @@
 """Two microbatches in flight, as between the stages of a pipeline: forward of both, then backward of both, gives the
 bits of one after the other, for every dispatcher. So all state of an exchange is its own.
 
-Ranks and kernels over symmetric memory are those of test_symm_mem.py, and what is not in an exchange is NaN.
+Ranks and kernels over symmetric memory are those of symm_mem/test_dispatcher.py, and what is not in an exchange is NaN.
 """
 
 from collections.abc import Callable
@@ -29,20 +29,21 @@ from titan_moe.dispatch import (
 )
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
+from titan_moe.dispatch.clones.optional import ReplicaSlots
+from titan_moe.dispatch.clones.weights import CollectiveCloneWeights
 from titan_moe.dispatch.hierarchical import open_node_groups
-from titan_moe.dispatch.optional_clones import ReplicaSlots
-from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.unsharded_experts import caching_casts, use_unsharded_experts
-from titan_moe.plan.loads import LayerLoads
+from titan_moe.plan.cost.loads import LayerLoads
 
 equal_local, symm_mem, fused, two_nodes = (
-    load(f"dispatch/test_{name}") for name in ("equal_local", "symm_mem", "symm_mem_fused", "hierarchical_symm_mem")
+    load(f"dispatch/{name}")
+    for name in ("test_equal_local", "symm_mem/test_dispatcher", "symm_mem/test_fused", "test_hierarchical_symm_mem")
 )
 ROUTINGS = ("skewed", "random", "all_to_one_rank")
 """Of the microbatches; rows, slots and clones differ. The last one fills a place of the arena."""

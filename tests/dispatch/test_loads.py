@@ -1,7 +1,7 @@
 """Every load of config/forced_loads.py: dispatchers give the results of exact sizes, and need, overflows and the
 capacity factor are those that the expert ids predict.
 
-Ranks and kernels are those of test_symm_mem_fused.py.
+Ranks and kernels are those of symm_mem/test_fused.py.
 """
 
 from contextlib import nullcontext
@@ -22,20 +22,20 @@ from titan_moe.config.forced_loads import BURST_STEPS, DRAWN_LOADS
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
 from titan_moe.dispatch import capacity as capacity_module
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
-from titan_moe.dispatch.symm_memory import SymmMemory, open_symm_memory
+from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_mem.memory import SymmMemory, open_symm_memory
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.forced_loads import draw_ids, generator_of
-from titan_moe.plan.loads import LayerLoads, visit_probability
+from titan_moe.plan.cost.loads import LayerLoads, visit_probability
 from titan_moe.training.capacity_control import CapacityControl
 from titan_moe.training.step_runner import StepRunner
 
 equal_local, symm_mem, fused, arena_tests = (
     load_tests(f"dispatch/{name}")
-    for name in ("test_equal_local", "test_symm_mem", "test_symm_mem_fused", "test_symm_mem_mlp")
+    for name in ("test_equal_local", "symm_mem/test_dispatcher", "symm_mem/test_fused", "symm_mem/test_mlp")
 )
 STEP = BURST_STEPS - 1
 """A step with a burst."""

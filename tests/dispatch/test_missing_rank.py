@@ -1,7 +1,7 @@
 """A rank that does not come to an exchange over symmetric memory is named by all others, and nothing hangs.
 
-On CPU ranks are processes that map each other's files, as in test_symm_mem.py, and a limit is counted in polls; on GPUs
-it is a clock's.
+On CPU ranks are processes that map each other's files, as in symm_mem/test_dispatcher.py, and a limit is counted
+in polls; on GPUs it is a clock's.
 """
 
 import os
@@ -19,11 +19,11 @@ from support import load
 from titan_moe.dispatch import missing_rank
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.missing_rank import MissingRank
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher
+from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
 from titan_moe.kernels.symm_mem import barrier
 from titan_moe.kernels.symm_mem.arrays import symm_arrays
 
-symm_mem = load("dispatch/test_symm_mem")
+symm_mem = load("dispatch/symm_mem/test_dispatcher")
 NAMES = [10, 20, 30, 40, 50, 60, 70, 80]
 """Ranks of a group need not be the first of a run."""
 

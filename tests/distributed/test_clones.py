@@ -16,9 +16,9 @@ from titan_moe.config import Recipe, clones
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.dispatch.clone_weights import CloneWeights
-from titan_moe.dispatch.cloning import CloningDispatcher
-from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.dispatch.clones.dispatcher import CloningDispatcher
+from titan_moe.dispatch.clones.optional import ReplicaSlots
+from titan_moe.dispatch.clones.weights import CloneWeights
 from titan_moe.kernels.clones.plan import ClonePlan
 from titan_moe.layers.forced_loads import draw_ids
 from titan_moe.layers.forced_routing import ForcedBalance, ForcedTable

@@ -1,7 +1,7 @@
 """Expert tensor parallelism beside the features of a step; checkpoints and initial weights do not depend on it.
 
 test_one_loss.py and test_layouts.py have its layouts, test_expert_biases.py biases and compiled experts,
-test_symm_mem.py memory that ranks share.
+symm_mem/test_dispatcher.py memory that ranks share.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Pipelines over symmetric memory: one buffer serves all stages and microbatches of a rank, and the arena has a place
 for each that is in flight.
 
-Ranks are those of test_symm_mem.py: processes that map each other's files, in Triton's interpreter.
+Ranks are those of symm_mem/test_dispatcher.py: processes that map each other's files, in Triton's interpreter.
 """
 
 from dataclasses import replace
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.dispatch import symm_mem_backward
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.symm_mem import backward as symm_mem_backward
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.training.step_runner import StepRunner
 

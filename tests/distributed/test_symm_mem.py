@@ -24,8 +24,8 @@ from titan_moe.config.kernels import KernelOverrides
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.symm_mem import dispatcher as symm_mem
 from titan_moe.parallel import symm_memory
 from titan_moe.training import capacity_control
 from titan_moe.training.build import assemble

@@ -26,7 +26,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.train import CheckpointConfig, RunConfig
 from titan_moe.data.loader import build_loader
 from titan_moe.parameters import full_tensor, fused_rows
-from titan_moe.plan.format_choice import choose_formats
+from titan_moe.plan.choice.formats import choose_formats
 from titan_moe.training.build import assemble
 from titan_moe.training.evaluate import evaluating, validation_loss
 

@@ -20,9 +20,9 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.data.packing import Batch
-from titan_moe.dispatch import symm_mem_backward
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher
-from titan_moe.dispatch.symm_memory import close_symm_memory, open_symm_memory
+from titan_moe.dispatch.symm_mem import backward as symm_mem_backward
+from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
+from titan_moe.dispatch.symm_mem.memory import close_symm_memory, open_symm_memory
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.symm_mem.arrays import symm_bytes

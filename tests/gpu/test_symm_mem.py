@@ -9,14 +9,14 @@ from torch import Tensor
 
 from titan_moe.dispatch import AllToAllDispatcher, TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher
-from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
-from titan_moe.dispatch.symm_memory import SymmMemory, close_symm_memory, open_symm_memory
+from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
+from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_mem.memory import SymmMemory, close_symm_memory, open_symm_memory
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.plan.loads import LayerLoads, visit_probability
+from titan_moe.plan.cost.loads import LayerLoads, visit_probability
 
 pytestmark = [pytest.mark.gpu, needs_gpus]
 

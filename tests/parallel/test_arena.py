@@ -13,7 +13,7 @@ from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.models.part import part_of
 from titan_moe.parallel.arena import give_arena
-from titan_moe.plan.memory import arena_bytes_per_rank
+from titan_moe.plan.cost.memory import arena_bytes_per_rank
 from titan_moe.training.build import build_on_meta
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))

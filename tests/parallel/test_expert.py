@@ -9,7 +9,7 @@ from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.dispatch.symm_mem.memory import SymmMemory
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel import expert
 from titan_moe.parallel.dispatchers import BUILDERS

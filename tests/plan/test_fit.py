@@ -9,10 +9,10 @@ import pytest
 from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.arena import experts_of
 from titan_moe.plan.check_report import describe
+from titan_moe.plan.choice.hardware import gpus_here
+from titan_moe.plan.cost.memory import shared_bytes_per_rank
+from titan_moe.plan.cost.peak import peak_bytes_per_rank
 from titan_moe.plan.fit import CHANGES
-from titan_moe.plan.hardware import gpus_here
-from titan_moe.plan.memory import shared_bytes_per_rank
-from titan_moe.plan.peak import peak_bytes_per_rank
 
 MIXTRAL = Path(__file__).parents[2] / "recipes" / "mixtral_8x7b.toml"
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from titan_moe.plan.hardware import find_hardware
-from titan_moe.plan.roofline import Work
+from titan_moe.plan.choice.hardware import find_hardware
+from titan_moe.plan.cost.roofline import Work
 from titan_moe.profile import chart
 from titan_moe.profile.chart import area_curve, downsample, stacked_bar
 from titan_moe.profile.compile_trace import CompiledFunction, CompileReport

@@ -6,7 +6,7 @@ from unittest import mock
 
 from titan_moe.config import Recipe
 from titan_moe.config.clones import num_clones
-from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.training import build, resolve_kernels
 
 

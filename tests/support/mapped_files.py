@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.runtime import interpreter
 
-from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.dispatch.symm_mem.memory import SymmMemory
 
 mapped: list[Tensor] = []
 """Keeps the peers' memory mapped: kernels have only its addresses."""

@@ -21,7 +21,7 @@ from titan_moe.config.context import sequence_shard
 from titan_moe.config.parallel import resolve
 from titan_moe.data.packing import Batch
 from titan_moe.parallel.mesh import build_meshes
-from titan_moe.plan.count import count_parameters
+from titan_moe.plan.cost.count import count_parameters
 from titan_moe.run.process import process_group
 from titan_moe.training.trainer import run as train
 

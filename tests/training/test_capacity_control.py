@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.plan.loads import LayerLoads
+from titan_moe.plan.cost.loads import LayerLoads
 from titan_moe.training.capacity_control import (
     CALIBRATION_STEPS,
     MANY_OVERFLOWS,

@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_moe.config import load_recipe
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.layers.init import init_weights
 from titan_moe.metrics.table import measured
 from titan_moe.models.part import part_of

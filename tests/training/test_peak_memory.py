@@ -11,8 +11,8 @@ from titan_moe.config import load_recipe
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.plan.loads import LayerLoads
-from titan_moe.plan.peak import graph_bytes
+from titan_moe.plan.cost.loads import LayerLoads
+from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.training.build import _bytes_of_a_graph
 from titan_moe.training.capacity_control import CALIBRATION_STEPS, CapacityControl

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titan_moe.config import load_recipe
 from titan_moe.config.kernels import PRESETS
 from titan_moe.config.perf import PerfConfig
-from titan_moe.plan.hardware import Capability
+from titan_moe.plan.choice.hardware import Capability
 from titan_moe.training import resolve_kernels
 
 TINY = Path(__file__).with_name("tiny.toml")

@@ -25,7 +25,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch import capacity
-from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.models.transformer import Transformer

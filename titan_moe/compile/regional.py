@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from titan_moe.compile.read_backs import add_barriers
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch.base import ExpertInputs, Routed
-from titan_moe.dispatch.cloning import CloningExchange
+from titan_moe.dispatch.clones.dispatcher import CloningExchange
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.layers.block import Block

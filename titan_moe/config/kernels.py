@@ -50,7 +50,7 @@ class KernelOverrides:
 
 DEFAULT_KERNELS = Kernels()
 PRESETS = {
-    "auto": DEFAULT_KERNELS,  # until plan.kernel_choice knows the device
+    "auto": DEFAULT_KERNELS,  # until plan.choice.kernels knows the device
     "grouped_mm": DEFAULT_KERNELS,
     "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton"),
     "reference": Kernels(experts="reference"),

@@ -198,7 +198,7 @@ def _mlp(region: Region, layers: range, tp: int, path: str, widths: tuple[int, i
 
 
 def _moe(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Module]:
-    """Routed experts keep rows and slots, whose numbers differ by dispatcher: plan/peak.py counts them."""
+    """Routed experts keep rows and slots, whose numbers differ by dispatcher: plan/cost/peak.py counts them."""
     width, row_width, moe, tp, etp = model.hidden_size, model.expert_width, model.moe, max(p.tp, 1), max(p.etp, 1)
     of_latent = partial(_matrix, "latent", layers, tp, kept=row_width)
     logits = 2 * moe.num_experts  # in fp32

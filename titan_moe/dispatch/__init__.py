@@ -8,7 +8,7 @@ it is told to; `expert_tensor` wraps any of them for experts whose hidden width 
 from titan_moe.dispatch.allgather import AllGatherDispatcher
 from titan_moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.dispatch.base import Routed, TokenDispatcher
-from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.clones.dispatcher import CloningDispatcher
 from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import HierarchicalDispatcher
 from titan_moe.dispatch.local import LocalDispatcher

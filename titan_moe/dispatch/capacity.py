@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.experts.arena import NONE, Arena
-from titan_moe.plan.loads import LayerLoads
+from titan_moe.plan.cost.loads import LayerLoads
 
 SLOTS_ALIGNMENT = 128
 """Numbers of slots and rows are multiples of a tile of the expert kernels."""

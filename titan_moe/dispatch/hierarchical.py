@@ -12,7 +12,7 @@ U rows that this rank receives from other nodes and forwards · S rows received 
 The network between nodes is several times slower than the links within a node. With 8 of 128 experts over 4 nodes of
 8 ranks, `alltoall` sends a token's row to other nodes 5.5 times, this dispatcher 2.7 times. Rows of a rank cross to
 ranks of the same index alone, as in DeepEP and in the hierarchical all-to-all of Tutel (arXiv:2206.03382). Within nodes
-it sends more: what has crossed is forwarded (plan/links.py counts both).
+it sends more: what has crossed is forwarded (plan/cost/links.py counts both).
 
 Rows cross nodes by all-to-all. Within a node they have one of two ways, which give the same bits:
 
@@ -45,12 +45,12 @@ from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC, Collectives, all_to_all
 from titan_moe.dispatch.row_exchange import PendingRows, RowCopies, RowExchange, copy_rows
-from titan_moe.dispatch.symm_mem import symm_get, symm_plan, symm_put
-from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.dispatch.symm_mem.dispatcher import symm_get, symm_plan, symm_put
+from titan_moe.dispatch.symm_mem.memory import SymmMemory
 from titan_moe.kernels.experts.formats import COMPUTE
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 from titan_moe.kernels.symm_mem.row_plan import RowPlan
-from titan_moe.plan.loads import visit_probability
+from titan_moe.plan.cost.loads import visit_probability
 
 
 class NodeGroups(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from titan_moe.plan.hardware import Capability
+from titan_moe.plan.choice.hardware import Capability
 
 
 def device_name(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from titan_moe.kernels.device import device_name
-from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.choice.hardware import find_hardware
 
 GIB = 2**30
 

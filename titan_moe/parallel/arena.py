@@ -11,7 +11,7 @@ from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.layers.moe import MoE
 from titan_moe.memory.recompute import RECOMPUTED
 from titan_moe.parallel.fsdp import DTYPES
-from titan_moe.plan.loads import layer_loads
+from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.pipeline.places import arena_places
 from titan_moe.plan.pipeline.stages import stages_of_rank
 

@@ -21,9 +21,9 @@ from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher
-from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
-from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
+from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_mem.memory import SymmMemory
 from titan_moe.kernels.experts.formats import COMPUTE
 from titan_moe.kernels.permute.permutation import Permute
 

@@ -16,13 +16,13 @@ from torch.distributed.tensor.placement_types import Placement
 from titan_moe.config.dispatchers import LOCAL, dispatchers_that, facts_of
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
-from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.clones.dispatcher import CloningDispatcher
+from titan_moe.dispatch.clones.optional import OptionalClonesDispatcher, OptionalCloneWeights, ReplicaSlots
+from titan_moe.dispatch.clones.weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.local import LocalDispatcher
-from titan_moe.dispatch.optional_clones import OptionalClonesDispatcher, OptionalCloneWeights, ReplicaSlots
-from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.dispatch.symm_mem.memory import SymmMemory
 from titan_moe.kernels.experts.fused_mlp import format_of
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_moe.config.kernels import Backend
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
-from titan_moe.plan.pieces import ROOT
+from titan_moe.plan.pipeline.pieces import ROOT
 from titan_moe.versions import KEEPS_SUMS_OF_GRADIENTS_APART
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -136,7 +136,7 @@ def _groups(model: nn.Module) -> list[Any]:
 class ManualFSDP:
     """Gathers parameters once a step and reduces gradients where blocks run in pieces, past the hooks of FSDP.
 
-    Bit for bit what the hooks do under `set_unsharded_accumulation`. Layers are those of plan/pieces.py.
+    Bit for bit what the hooks do under `set_unsharded_accumulation`. Layers are those of plan/pipeline/pieces.py.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parameters import TENSOR_AXIS, local
-from titan_moe.plan.replicated_grads import MESSAGE_ELEMENTS
+from titan_moe.plan.cost.replicated_grads import MESSAGE_ELEMENTS
 
 
 class ReplicatedGrads:

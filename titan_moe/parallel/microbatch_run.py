@@ -1,4 +1,4 @@
-"""Run forward and backward of a microbatch piece by piece (plan/pieces.py), with another microbatch in between.
+"""Run forward and backward of a microbatch by pieces (plan/pipeline/pieces.py), with another microbatch in between.
 
 FSDP's hooks do not run for pieces, so `ManualFSDP` gathers parameters and reduces gradients.
 """
@@ -19,7 +19,7 @@ from titan_moe.profile.region import region
 
 
 def are_dense(model: Transformer) -> list[bool]:
-    """By layer, whether its feed-forward is dense: its kind in plan/pieces.py."""
+    """By layer, whether its feed-forward is dense: its kind in plan/pipeline/pieces.py."""
     return [not isinstance(block.feed_forward, MoE) for block in model.layers.values()]
 
 

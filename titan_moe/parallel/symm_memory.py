@@ -11,7 +11,7 @@ from titan_moe.config.recipe import max_batch_tokens
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.hierarchical import NodeGroups
 from titan_moe.dispatch.missing_rank import MissingRank
-from titan_moe.dispatch.symm_memory import SymmMemory, open_symm_memory
+from titan_moe.dispatch.symm_mem.memory import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.kernels.symm_mem.barrier import SPIN_LIMIT_SECONDS
 from titan_moe.kernels.symm_mem.clones import clone_bytes

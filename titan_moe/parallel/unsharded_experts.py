@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.kernels import Backend
-from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.experts.delayed_weight_grads import can_delay
 from titan_moe.kernels.experts.format import ExpertFormat

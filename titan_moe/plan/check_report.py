@@ -14,14 +14,13 @@ from titan_moe.config.rules import RULES, check_rules
 from titan_moe.config.rules.capture import step_can_be_captured
 from titan_moe.config.schema import counted, in_toml
 from titan_moe.config.ways_out import Search
-from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
-from titan_moe.plan.fit import warn_of_excess
-from titan_moe.plan.format_choice import FASTER_FROM, choose_formats, describe_formats
-from titan_moe.plan.hardware import dotted, find_hardware, gpus_here
-from titan_moe.plan.kernel_choice import FUSED_WINS, describe_kernels, resolve_kernels
-from titan_moe.plan.kernel_table import read_tables
-from titan_moe.plan.links import describe_links
-from titan_moe.plan.memory import (
+from titan_moe.plan.choice.formats import FASTER_FROM, choose_formats, describe_formats
+from titan_moe.plan.choice.hardware import dotted, find_hardware, gpus_here
+from titan_moe.plan.choice.kernel_table import read_tables
+from titan_moe.plan.choice.kernels import FUSED_WINS, describe_kernels, resolve_kernels
+from titan_moe.plan.cost.count import ParameterCount, count_parameters, training_flops_per_token
+from titan_moe.plan.cost.links import describe_links
+from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
     gathered_bytes,
     gathered_bytes_per_rank,
@@ -30,11 +29,12 @@ from titan_moe.plan.memory import (
     state_bytes_per_rank,
     temporary_bytes_per_rank,
 )
-from titan_moe.plan.peak import peak_bytes_per_rank
+from titan_moe.plan.cost.peak import peak_bytes_per_rank
+from titan_moe.plan.cost.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
+from titan_moe.plan.cost.roofline import sharding_bytes
+from titan_moe.plan.fit import warn_of_excess
 from titan_moe.plan.pipeline.describe import describe_pipeline
 from titan_moe.plan.pipeline.parts import parts_of
-from titan_moe.plan.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
-from titan_moe.plan.roofline import sharding_bytes
 
 LABEL_WIDTH = 12
 BALANCED_FACTOR = 1.125

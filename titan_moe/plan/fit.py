@@ -13,7 +13,7 @@ from typing import Any
 from titan_moe.config.changes import Change, Way, listed, nearest, value_of, with_changes
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import check_rules
-from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.choice.hardware import find_hardware
 
 Need = Callable[[Recipe, int], float]
 """GiB of a GPU with a number of ranks, on the rank that needs most."""

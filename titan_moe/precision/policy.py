@@ -1,4 +1,4 @@
-"""Give the modules of a built model the formats that a recipe resolves to (plan/format_choice.py).
+"""Give the modules of a built model the formats that a recipe resolves to (plan/choice/formats.py).
 
 Runs before anything is sharded or compiled. Parameters keep their names, shapes and dtypes: a checkpoint loads into
 any precision.
@@ -15,7 +15,7 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.device import compute_capability
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
-from titan_moe.plan.format_choice import IN_COMPUTE, choose_formats, resolve_backend
+from titan_moe.plan.choice.formats import IN_COMPUTE, choose_formats, resolve_backend
 from titan_moe.precision.experts import convert_experts
 from titan_moe.precision.linears import convert_linear
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from titan_moe.plan.hardware import Hardware
-from titan_moe.plan.roofline import Work
+from titan_moe.plan.choice.hardware import Hardware
+from titan_moe.plan.cost.roofline import Work
 from titan_moe.profile.attribution import OTHER
 from titan_moe.profile.breakdown import Breakdown, KernelTime, PartTime, break_down, top_kernels
 from titan_moe.profile.chart import PALETTE, area_curve, stacked_bar

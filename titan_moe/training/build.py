@@ -15,7 +15,7 @@ from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.layers.forced_routing import force_load
 from titan_moe.layers.init import init_weights
@@ -35,7 +35,7 @@ from titan_moe.parallel.pipeline.agreement import check_one_schedule
 from titan_moe.parallel.pipeline.model import Model, whole_model
 from titan_moe.parallel.pipeline.stages import find_tied_embedding
 from titan_moe.parameters import TENSOR_AXIS
-from titan_moe.plan.peak import graph_bytes
+from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.precision import policy
 from titan_moe.training.capacity_control import CapacityControl, FixedCapacity, LargestNeed, largest_factor

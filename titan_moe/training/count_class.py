@@ -1,8 +1,8 @@
 """Count the parameters and FLOPs of a model of one's own (`model.class`), by running it on the meta device.
 
-The counts of plan/count.py are those of the default class. Here one training step of a sequence runs without memory and
-without numbers, and the products of its matrices are counted, by the same convention: two FLOPs a multiply-add, causal
-attention half, routers not at all. Frozen weights have no gradients, so their products are fewer.
+The counts of plan/cost/count.py are those of the default class. Here one training step of a sequence runs without
+memory and numbers, and the products of its matrices are counted, by the same convention: two FLOPs a multiply-add,
+causal attention half, routers not at all. Frozen weights have no gradients, so their products are fewer.
 """
 
 import logging
@@ -25,7 +25,7 @@ from titan_moe.layers.moe import MoE
 from titan_moe.layers.router import TopKRouter
 from titan_moe.models.transformer import Transformer
 from titan_moe.plan.check_report import abbreviate
-from titan_moe.plan.count import count_parameters, training_flops_per_token
+from titan_moe.plan.cost.count import count_parameters, training_flops_per_token
 
 logger = logging.getLogger("titan_moe")
 

@@ -9,7 +9,7 @@ from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.kernels.device import compute_capability, device_name
-from titan_moe.plan.format_choice import choose_formats, describe_formats, keep_slower_in_compute, resolve_backend
+from titan_moe.plan.choice.formats import choose_formats, describe_formats, keep_slower_in_compute, resolve_backend
 
 logger = logging.getLogger("titan_moe")
 

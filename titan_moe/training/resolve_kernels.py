@@ -11,7 +11,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.perf import PerfConfig
 from titan_moe.kernels.device import compute_capability, device_name
-from titan_moe.plan import kernel_choice
+from titan_moe.plan.choice import kernels as kernel_choice
 from titan_moe.training.resolve_formats import resolve_formats
 
 logger = logging.getLogger("titan_moe")

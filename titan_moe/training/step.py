@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.metrics.table import Metric, StepNumbers, measure, measure_of_all
 from titan_moe.optim.build import Optimizers
 from titan_moe.parallel.balance import ExpertBalancer

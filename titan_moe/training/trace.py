@@ -11,10 +11,10 @@ from titan_moe.checkpoint.folders import CheckpointFolders
 from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.parallel import ranks_of_a_node, resolve
 from titan_moe.kernels.device import device_name
-from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.choice.hardware import find_hardware
+from titan_moe.plan.cost.roofline import step_work
 from titan_moe.plan.pipeline.describe import simulate_step
 from titan_moe.plan.pipeline.parts import training_flops_of_rank
-from titan_moe.plan.roofline import step_work
 from titan_moe.profile.compile_trace import compile_report, start_records
 from titan_moe.profile.lane_report import describe_lanes, lane_picture
 from titan_moe.profile.lanes import read_lanes

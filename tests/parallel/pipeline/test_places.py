@@ -6,7 +6,7 @@ import torch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.parallel.pipeline.places import Places
-from titan_moe.plan.loads import LayerLoads
+from titan_moe.plan.cost.loads import LayerLoads
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 

@@ -8,7 +8,7 @@ from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.pipeline import runs
 from titan_moe.parallel.pipeline.runs import RunInPieces, StageInPieces
-from titan_moe.plan.pieces import ROOT
+from titan_moe.plan.pipeline.pieces import ROOT
 
 CONFIG = ModelConfig(
     vocab_size=16,

@@ -10,7 +10,7 @@ from titan_moe.config import check_rules, load_recipe, pipeline_schedules
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.memory import arena_bytes_per_rank
+from titan_moe.plan.cost.memory import arena_bytes_per_rank
 from titan_moe.plan.pipeline.describe import name_modules
 from titan_moe.plan.pipeline.flops import flops_of_module
 from titan_moe.plan.pipeline.parts import parts_of

@@ -12,13 +12,13 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.models.part import part_of
 from titan_moe.models.transformer import Transformer
-from titan_moe.plan.count import training_flops_per_token
-from titan_moe.plan.memory import gathered_bytes_per_rank, state_bytes, state_bytes_per_rank
-from titan_moe.plan.peak import activation_bytes_per_rank, peak_bytes, peak_bytes_per_rank
+from titan_moe.plan.cost.count import training_flops_per_token
+from titan_moe.plan.cost.memory import gathered_bytes_per_rank, state_bytes, state_bytes_per_rank
+from titan_moe.plan.cost.peak import activation_bytes_per_rank, peak_bytes, peak_bytes_per_rank
+from titan_moe.plan.cost.roofline import step_work
 from titan_moe.plan.pipeline.parts import parts_of, training_flops_of_rank
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
-from titan_moe.plan.roofline import step_work
 
 MODEL = ModelConfig(num_layers=7, num_dense_layers=2, ffn_hidden_size=96, moe=MoEConfig(8, ffn_hidden_size=64))
 LAYOUTS = {
@@ -121,7 +121,7 @@ def test_peak_of_the_last_rank_has_the_head_and_its_logits() -> None:
     last = parts_of(replace(recipe, model=replace(MODEL, vocab_size=100_000, hidden_size=32)), 4)[-1]
     last = replace(last, recipe=replace(last.recipe, run=RunConfig(device="cuda")))
     weights, logits, inputs = 32 * 100_000, 64 * 100_000, 64 * 32
-    with mock.patch("titan_moe.plan.peak._temporary_bytes", lambda *_, **__: 0):
+    with mock.patch("titan_moe.plan.cost.peak._temporary_bytes", lambda *_, **__: 0):
         more = peak_bytes(last, 1.0) - peak_bytes(replace(last, has_head=False), 1.0)
     of_loss = 2 * inputs + 2 * 2 * logits + 4 * weights
     assert more == 16 * (weights + 32) + 2 * weights + of_loss, "state, gathered in bf16, what the loss computes with"

@@ -11,7 +11,7 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.models.part import part_of
 from titan_moe.models.transformer import Transformer
-from titan_moe.plan.count import training_flops_per_token
+from titan_moe.plan.cost.count import training_flops_per_token
 from titan_moe.plan.pipeline.flops import flops_of_module, flops_of_stage
 from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of, stages_of_rank
 

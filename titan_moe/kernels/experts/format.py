@@ -3,7 +3,7 @@
 T tokens on this rank · S rows · R expert slots · e experts on this rank · D width of a row · W elements of a row as it
 is sent and kept · F hidden width
 
-An MLP (fused_mlp.py, dispatch/symm_mem_mlp.py) is composed of a format, of rows that are local or those of peers, of
+An MLP (fused_mlp.py, dispatch/symm_mem/mlp.py) is composed of a format, of rows that are local or those of peers, of
 what keeps them for backward, and of weight gradients that are computed now or later. It sends and keeps rows and
 pre-activations, and does not read them. A new format is one file, and a row of formats.py.
 

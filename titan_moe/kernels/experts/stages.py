@@ -9,7 +9,7 @@ S rows · R expert slots, sorted by expert · e experts that the rank computes �
     d_up     gradients of slots              gradient of pre-activation, gate and up
     dw       gradients of weights            rows and their gradients, gradient of pre-activation, activation
 
-fused_mlp.py runs them in sequence, dispatch/symm_mem_mlp.py with communication beside the GEMMs, and
+fused_mlp.py runs them in sequence, dispatch/symm_mem/mlp.py with communication beside the GEMMs, and
 delayed_weight_grads.py delays `dw`. The stage that reads weights joins clones to own ones (weights.py).
 """
 

@@ -5,7 +5,7 @@ e own experts · c clones of other ranks' experts · F hidden width · D width o
 Clones follow a rank's own experts, in separate tensors. A grouped GEMM takes one tensor, so both are joined for each
 call and freed: a copy of 4·(e+c)·F·D bytes in bf16 for `down`. If they were joined earlier, backward would keep the
 copy in every layer, own weights twice. Own weights that are a copy anyway have room for clones behind them, and are one
-tensor [e + c, ...] with them (dispatch/clone_weights.py).
+tensor [e + c, ...] with them (dispatch/clones/weights.py).
 """
 
 from collections.abc import Callable, Sequence

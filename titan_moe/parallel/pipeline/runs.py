@@ -1,9 +1,9 @@
 """Forward and backward of one microbatch through a stage, each as a generator that returns the result.
 
 A generator yields where another microbatch may run. If the stage is one autograd segment, it does not yield. If it runs
-in pieces, it yields at the end of each stretch of pieces (plan/pieces.py), where an exchange over ep is pending. A
-forward and a backward in pieces that take turns hide each other's exchanges (DualPipe's pairs, arXiv:2412.19437,
-section 3.2.1).
+in pieces, it yields at the end of each stretch of pieces (plan/pipeline/pieces.py), where an exchange over ep is
+pending. A forward and a backward in pieces that take turns hide each other's exchanges (DualPipe's pairs,
+arXiv:2412.19437, section 3.2.1).
 """
 
 from collections.abc import Callable, Generator
@@ -16,7 +16,7 @@ from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.autograd_segment import AutogradSegment
 from titan_moe.parallel.fsdp import ManualFSDP
 from titan_moe.parallel.microbatch_run import MicrobatchRun, are_dense
-from titan_moe.plan.pieces import START_LAYER, stretches
+from titan_moe.plan.pipeline.pieces import START_LAYER, stretches
 
 Delaying = Callable[[], AbstractContextManager[Any]]
 """A context manager around the forward, or around each piece of it."""

@@ -7,8 +7,8 @@ from typing import Any
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules import check_rules
-from titan_moe.plan.memory import shared_bytes_per_rank, state_bytes
-from titan_moe.plan.peak import peak_bytes
+from titan_moe.plan.cost.memory import shared_bytes_per_rank, state_bytes
+from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline.action import Entry, Pair, flat
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.parts import parts_of

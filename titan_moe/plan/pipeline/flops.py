@@ -12,7 +12,7 @@ from typing import NamedTuple
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.modules import modules_of
 from titan_moe.config.recipe import Recipe
-from titan_moe.plan.count import attention_core_flops_per_token
+from titan_moe.plan.cost.count import attention_core_flops_per_token
 
 
 class Flops(NamedTuple):

@@ -8,7 +8,7 @@ from titan_moe.config.gemms import gemm_modules, why_kept
 from titan_moe.config.modules import modules_of
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.plan.count import ParameterCount
+from titan_moe.plan.cost.count import ParameterCount
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places, few_microbatches
 from titan_moe.plan.pipeline.schedules import Measure, measure_rank

@@ -1,0 +1,132 @@
+"""Memory of a rank, against manual arithmetic."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from titan_moe.config import Recipe
+from titan_moe.config.clones import num_clones
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import MemoryConfig
+from titan_moe.config.precision import PrecisionConfig
+from titan_moe.config.recipe import max_batch_tokens
+from titan_moe.config.train import MetricsConfig
+from titan_moe.kernels.symm_mem.arrays import symm_bytes
+from titan_moe.kernels.symm_mem.clones import clone_bytes
+from titan_moe.plan.check_report import describe
+from titan_moe.plan.cost.count import count_parameters
+from titan_moe.plan.cost.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
+
+MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "dense_ranks", "expert_ranks"),
+    [
+        (ParallelConfig(), 1, 1, 1),
+        (ParallelConfig(ep=4), 8, 8, 8),  # ep 4, edp 2
+        (ParallelConfig(dp_replicate=2, ep=2), 8, 4, 4),  # replicas divide nothing
+        (ParallelConfig(dp_shard=1, dp_replicate=8), 8, 1, 1),
+        (ParallelConfig(cp=4, ep=4), 8, 8, 8),  # dp_shard 2
+        (ParallelConfig(dp_replicate=2, cp=4, ep=2), 8, 4, 4),
+    ],
+)
+def test_state_bytes_are_divided_by_the_shards(
+    parallel: ParallelConfig, world_size: int, dense_ranks: int, expert_ranks: int
+) -> None:
+    parameters = count_parameters(MODEL)
+    dense = (parameters.total - parameters["experts"]) / dense_ranks
+    expected = 16 * (dense + parameters["experts"] / expert_ranks)
+    recipe = Recipe(model=MODEL, parallel=parallel)
+    assert state_bytes_per_rank(recipe, world_size) == pytest.approx(expected)
+    halved = replace(recipe, precision=replace(recipe.precision, master="bf16"))
+    assert state_bytes_per_rank(halved, world_size) == pytest.approx(expected / 2)
+
+
+def test_state_bytes_of_tensor_parallel_ranks() -> None:
+    parameters = count_parameters(MODEL)
+    whole = parameters["norms"] + parameters["router"]  # the default attention has no norms and no biases
+    dense = whole + (parameters.total - parameters["experts"] - whole) / 4
+    recipe = Recipe(model=MODEL, parallel=ParallelConfig(tp=4, ep=8))
+    assert state_bytes_per_rank(recipe, 8) == pytest.approx(16 * (dense / 2 + parameters["experts"] / 8))
+
+
+def test_gathered_bytes_of_unsharded_accumulation() -> None:
+    parameters = count_parameters(MODEL)
+    recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
+    assert gathered_bytes_per_rank(recipe, 8) == 0 and "during a step" not in describe(recipe, 8)
+    once = replace(recipe, parallel=replace(recipe.parallel, accumulate_unsharded=True))
+    whole = parameters.total - parameters["experts"] + parameters["experts"] / 4
+    assert gathered_bytes_per_rank(once, 8) == pytest.approx((2 + 4) * whole)  # bf16 and fp32
+    assert "of unsharded parameters and gradients during a step" in describe(once, 8)
+    dense = parameters.total - parameters["experts"]  # on 4 ranks experts are whole: copies alone come on top
+    assert gathered_bytes_per_rank(once, 4) == pytest.approx((2 + 4) * dense + 2 * parameters["experts"] / 4)
+
+
+def test_gathered_bytes_of_copies_of_unsharded_experts() -> None:
+    copies = 2 * count_parameters(MODEL)["experts"] / 4
+    recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
+    assert gathered_bytes_per_rank(recipe, 4) == pytest.approx(copies)
+    assert "of experts in bf16 during a step" in describe(recipe, 4)
+    for recompute in ("experts", "block"):
+        again = replace(recipe, memory=MemoryConfig(recompute=recompute))
+        assert gathered_bytes_per_rank(again, 4) == 0
+    for changed in ({"master": "bf16", "reduce": "bf16"}, {"master": "bf16", "reduce": "fp32"}):
+        assert gathered_bytes_per_rank(replace(recipe, precision=PrecisionConfig(**changed)), 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("master", "moments", "expected"),
+    [
+        ("fp32", "bf16", 12),
+        ("bf16", "fp32", 12),
+        ("fp32", "master", 16),
+        ("fp32", "fp8", 10 + 1 / 32),
+        ("bf16", "fp8", 6 + 1 / 32),
+    ],
+)
+def test_state_bytes_by_dtype_of_moments(master: Any, moments: Any, expected: int) -> None:
+    recipe = Recipe(model=MODEL, precision=PrecisionConfig(master=master, moments=moments))
+    assert state_bytes_per_rank(recipe, 1) == pytest.approx(expected * count_parameters(MODEL).total, abs=1)
+    page = describe(recipe, 1)
+    assert (f"parameters and gradients in {master}, moments in {moments}" in page) == (moments != "master")
+
+
+@pytest.mark.parametrize(("compute", "scores"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
+def test_shared_bytes_are_what_the_dispatcher_opens(compute: Any, scores: str) -> None:
+    recipe = Recipe(
+        model=MODEL, parallel=ParallelConfig(ep=4, dispatcher="alltoall"), precision=PrecisionConfig(compute)
+    )
+    assert shared_bytes_per_rank(recipe) == 0 and "ranks share" not in describe(recipe, 4)
+    recipe = replace(recipe, parallel=replace(recipe.parallel, dispatcher="symm_mem"))
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    opened = symm_bytes(4, 8 * 256, 64, MODEL.moe.top_k, dtypes[compute], dtypes[scores])
+    assert shared_bytes_per_rank(recipe) == pytest.approx(opened, abs=1024)
+    assert "GiB of memory that ranks share" in describe(recipe, 4)
+
+
+def test_shared_bytes_hold_the_weights_of_clones() -> None:
+    few_tokens = replace(Recipe().train, seq_len_tokens=8, micro_batch_sequences=1)
+    recipe = Recipe(
+        model=MODEL,
+        parallel=ParallelConfig(ep=4, dispatcher="symm_mem"),
+        precision=PrecisionConfig("bf16"),
+        metrics=MetricsConfig(sample_tokens=0),
+        train=few_tokens,
+    )
+    moe, rows = MODEL.moe, shared_bytes_per_rank(recipe)
+    lending = replace(recipe, parallel=replace(recipe.parallel, expert_clones="auto"))
+    elements = 3 * MODEL.hidden_size * moe.ffn_hidden_size
+    opened = clone_bytes(4, moe.num_experts // 4, num_clones(lending), elements, torch.bfloat16)
+    assert opened > rows and shared_bytes_per_rank(lending) == pytest.approx(opened, abs=1024)
+
+
+def test_max_batch_tokens_may_be_the_sample() -> None:
+    recipe = Recipe(model=MODEL)
+    assert max_batch_tokens(recipe) == 8 * 256
+    assert max_batch_tokens(replace(recipe, metrics=MetricsConfig(sample_tokens=5000))) == 64 + 5000
+    short = replace(recipe.train, seq_len_tokens=16, micro_batch_sequences=1)
+    assert max_batch_tokens(replace(recipe, train=short, metrics=MetricsConfig(sample_tokens=10))) == 16 + 10

@@ -1,0 +1,1 @@
+"""Clones of hot experts on ranks with a lower load."""

@@ -1,0 +1,119 @@
+"""Symmetric-memory dispatcher with fused communication: the experts get their rows and put their results.
+
+P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · R expert slots ·
+e experts on this rank · D width
+
+The dispatcher hands the experts this rank's own rows and the plan of the exchange; the experts' MLP and both exchanges
+are one operation (symm_mem_mlp.py). With overlap, thread blocks of the experts' first GEMM get rows in the order in
+which its tiles need them, and sums of the last GEMM are put as soon as their slots are done, or after it if rows have
+many slots. Backward gets gradients of results and puts those of rows beside its two GEMMs in the same way. Exposed are
+the plan, the assignments, the first tiles' rows and the last tiles' sums. After COMET, arXiv:2502.19811, and FlashDMoE,
+arXiv:2506.04667, where thread blocks of one kernel do both kinds of work.
+
+Results are bit for bit those of `SymmMemDispatcher` and the fused experts, except for GEMMs whose sums are put beside
+them: these are Triton's, which can signal completion, the others PyTorch's. (In fp8 all are Triton's.)
+
+Used alone, with memory and calls as in symm_mem.py:
+
+    experts = GroupedExperts(num_local_experts, width, hidden, choose_expert_mlp("fused", "activation"))
+    dispatcher = SymmMemFusedDispatcher(num_experts, memory)
+    inputs = dispatcher.dispatch(x_TD, topk_ids_TK, topk_scores_TK)
+    y_TD = dispatcher.combine(experts(inputs), inputs)
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
+from titan_moe.dispatch.symm_mem.backward import run_mlp
+from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher, SymmMemExchange
+from titan_moe.dispatch.symm_mem.memory import SymmMemory
+from titan_moe.dispatch.symm_mem.mlp import Sizes
+from titan_moe.kernels.experts.arena import Arena
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
+from titan_moe.kernels.experts.weights import ExpertWeights
+
+USUAL_LOAD = 1.25
+"""Slots over the balanced load for which launches have a thread block each; those of more slots take turns."""
+
+
+class CombinedOutput(NamedTuple):
+    """Results on the ranks of their tokens."""
+
+    y_TD: Tensor
+    overflowed: Tensor
+    """int32 scalar, 1 if slots overflowed."""
+    offsets_e: Tensor
+    """int32, running ends of each local expert's slots."""
+
+
+class PeerTokens(NamedTuple):
+    """`ExpertInputs` before rows are exchanged: this rank's own, which peers will get."""
+
+    x_TD: Tensor
+    sent: SymmMemExchange
+    memory: SymmMemory
+    of: Sizes
+    exchange: Exchange
+
+    @property
+    def rows(self) -> Tensor:
+        return self.x_TD
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.x_TD.shape[0], self.of.num_slots
+
+    def run_mlp(self, mlp: ExpertMLP, rows: Tensor, weights: ExpertWeights) -> CombinedOutput:
+        """Get rows, compute their slots, and combine the results.
+
+        Raises: ValueError for experts with another MLP than the fused ones.
+        """
+        if not isinstance(mlp, FusedMLP):
+            raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
+        of = self.of
+        if mlp.queue is not None:
+            arena = Arena.of(self.of.arena)
+            if arena is None or arena.can_delay:  # else backward gets the rows of one layer after the other again
+                weights, delay = mlp.delay(weights)
+                of = of if delay is None else of._replace(delay=delay.handle)
+        ids_TK, scores_TK, plan, _ = self.sent
+        plan_and_weights = [ids_TK, *plan[:3]], mlp.format.operands(weights)
+        return CombinedOutput(*run_mlp(rows, scores_TK, *plan_and_weights, *self.memory, mlp.format.name, [*of]))
+
+    def with_exchange(self, exchange: Exchange) -> "PeerTokens":
+        return self._replace(exchange=exchange)
+
+
+class SymmMemFusedDispatcher(SymmMemDispatcher):
+    """The experts get rows and put results. Without an arena, a step that is repeated at sizes that the host reads runs
+    as in the parent."""
+
+    def __init__(self, *args: Any, overlaps: bool = True, **options: Any) -> None:
+        """Arguments are the parent's. `overlaps`: copy blocks of the experts' GEMMs move rows; without it, rows are
+        moved before and after."""
+        super().__init__(*args, **options)
+        self.overlaps = overlaps
+
+    def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:
+        return super().start_dispatch(x_TD, exchange) if self.capacity.reads_sizes_on_host else x_TD
+
+    def finish_dispatch(self, sent: Pending, exchange: SymmMemExchange) -> ExpertInputs:
+        if self.capacity.reads_sizes_on_host:
+            return super().finish_dispatch(sent, exchange)
+        ids_TK, max_rows = exchange.ids_TK, exchange.max_rows
+        self.record_rows(exchange)
+        worst = max_rows * min(ids_TK.shape[1], self.num_local_experts)
+        num_slots = self.capacity.num_slots(ids_TK, balanced=ids_TK.numel(), worst=worst)
+        usual = min(num_slots, int(ids_TK.numel() * USUAL_LOAD))
+        handle = self.capacity.arena_handle
+        sizes = Sizes(self.num_local_experts, max_rows, num_slots, usual, handle, int(self.overlaps))
+        return PeerTokens(sent, exchange, self.memory, sizes, exchange)
+
+    def start_combine(self, y: Any, exchange: SymmMemExchange) -> Pending:
+        if not isinstance(y, CombinedOutput):
+            return super().start_combine(y, exchange)
+        self.capacity.record_load(y.offsets_e[-1], exchange.ids_TK.numel(), y.overflowed)
+        return y.y_TD

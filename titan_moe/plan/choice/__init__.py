@@ -1,0 +1,1 @@
+"""What is chosen by the device: kernels by compute capability, formats by width."""

@@ -1,0 +1,1 @@
+"""What a recipe costs, from its numbers: parameters, FLOPs, bytes, peaks, links."""

@@ -1,0 +1,84 @@
+"""What the memory pool of a CUDA graph holds beside the tensors of the stream that computes.
+
+A pool has memory for each stream apart, which no other stream can use. FSDP gathers parameters on one stream and
+allocates reduced gradients on another. Messages between pipeline stages have buffers (parallel/pipeline/messages.py).
+"""
+
+from typing import NamedTuple
+
+from titan_moe.config.parallel import resolve
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import microbatch_tokens, num_microbatches
+from titan_moe.plan.cost.memory import experts_per_rank
+from titan_moe.plan.pipeline.parts import Part
+
+FRAGMENTATION = 0.02
+"""Of the bytes of the computing stream at their peak, what is free between its tensors (tools/results/parallel.md)."""
+
+
+class Group(NamedTuple):
+    """Parameters that FSDP gathers at once."""
+
+    parameters: float
+    num_ranks: int
+
+
+def gathering_bytes(part: Part) -> float:
+    """The bytes of a pool on the stream that gathers: parameters of two groups, one after the other, and the rank's own
+    share of one. On one rank FSDP copies parameters on the computing stream."""
+    compute = BYTES_OF_DTYPE[part.recipe.precision.compute]
+    return max(_gathered_elements(one, other) for one, other in _pairs_of(part)) * compute
+
+
+def _gathered_elements(one: Group, other: Group) -> float:
+    """Elements of two groups that are gathered after another. The second is where the share of the first was, if it has
+    room there."""
+    wholes = [group.parameters if group.num_ranks > 1 else 0.0 for group in (one, other)]
+    shares = [whole / group.num_ranks for whole, group in zip(wholes, (one, other), strict=True)]
+    if wholes[1] + shares[1] <= shares[0]:
+        return wholes[0] + shares[0]
+    return sum(wholes) + max(shares)
+
+
+def reduced_bytes(part: Part) -> float:
+    """The bytes of a rank's shards of gradients, which FSDP reduces. Those of unsharded experts are added up by the
+    computing stream."""
+    sizes = resolve(part.recipe.parallel, part.world_size)
+    shards = part.count.dense_of_a_rank / sizes.fsdp
+    if not sizes.experts_are_unsharded(part.recipe.precision):
+        shards += experts_per_rank(part.recipe) / sizes.edp
+    return shards * BYTES_OF_DTYPE[part.recipe.precision.master]
+
+
+def reducing_bytes(part: Part) -> float:
+    """The bytes of a pool on the stream that reduces: the shards of gradients, and those of the largest group beside
+    the sum of the microbatches before."""
+    recipe = part.recipe
+    is_once = recipe.parallel.accumulate_unsharded or num_microbatches(recipe, part.world_size) == 1
+    largest = max(group.parameters / group.num_ranks for pair in _pairs_of(part) for group in pair)
+    return reduced_bytes(part) + (0.0 if is_once else largest * BYTES_OF_DTYPE[recipe.precision.reduce])
+
+
+def message_bytes(part: Part) -> float:
+    """The bytes of buffers of messages to and from other ranks, beside the activations in flight."""
+    elements = microbatch_tokens(part.recipe) * part.recipe.model.hidden_size
+    return part.num_messages * elements * BYTES_OF_DTYPE[part.recipe.precision.compute]
+
+
+def _pairs_of(part: Part) -> list[tuple[Group, Group]]:
+    """Groups of a rank's parameters that FSDP gathers one after the other: embedding and head, in a pipeline the larger
+    one, then the first block; and a block, then its experts, if they are sharded."""
+    model, count = part.recipe.model, part.count
+    sizes = resolve(part.recipe.parallel, part.world_size)
+
+    def block(layer: int) -> Group:
+        rows = (module for module in count.modules if module.is_in(layer) and module.region != "experts")
+        return Group(sum(module.own_parameters for module in rows), sizes.fsdp)
+
+    ends = count["embedding"], count["head"]
+    root = Group((sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp, sizes.fsdp)
+    pairs = [(root, block(0))]
+    if model.num_moe_layers and not sizes.experts_are_unsharded(part.recipe.precision):
+        experts = Group(experts_per_rank(part.recipe) / model.num_moe_layers, sizes.edp)
+        pairs.append((block(model.num_layers - 1), experts))
+    return pairs

@@ -1,0 +1,165 @@
+"""GPU memory of a run without its activations.
+
+Functions that take a `Part` count one pipeline rank. Functions that take only a recipe count all of its layers; pass
+`Part.recipe` for those of one pipeline rank.
+"""
+
+from titan_moe.config.clones import num_clones
+from titan_moe.config.formats import FORMAT_FACTS
+from titan_moe.config.gemms import has_native_experts
+from titan_moe.config.modules import modules_of, parameters_of_an_expert
+from titan_moe.config.parallel import resolve
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
+from titan_moe.plan.cost.loads import layer_loads
+from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.places import ArenaPlaces
+
+SCALE_BYTES = 16
+"""The scales behind the codes of a row or slot in fp8 take a multiple of this (kernels/experts/fp8/packed.py)."""
+GATHERS_FROM = 2048
+"""Hidden width of experts from which slots are copied before weight gradients (kernels/experts/stages.py)."""
+
+
+def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
+    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run; in a pipeline
+    those of the rank that has most."""
+    return max(state_bytes(part) for part in parts_of(recipe, world_size))
+
+
+def state_bytes(part: Part) -> int:
+    """The same on a pipeline rank."""
+    precision = part.recipe.precision
+    parameter_and_gradient = 2 * BYTES_OF_DTYPE[precision.master]
+    return round(parameters_of(part) * (parameter_and_gradient + precision.bytes_of_moments))
+
+
+def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
+    """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state; in a
+    pipeline those of the rank that has most.
+
+    With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
+    only copies in compute's dtype. These exist for the whole step, or from a layer's forward to its backward: those of
+    all layers at once, unless something is recomputed.
+    """
+    return max(gathered_bytes(part) for part in parts_of(recipe, world_size))
+
+
+def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
+    """The same on a pipeline rank. Without `has_gradients`, as in the first microbatch, none are accumulated yet."""
+    recipe = part.recipe
+    sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
+    compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
+    dense, experts = part.count.dense_of_a_rank, experts_per_rank(recipe)
+    is_unsharded = sizes.experts_are_unsharded(precision)
+    copy = compute if precision.compute != precision.master else 0
+    if not recipe.parallel.accumulate_unsharded:
+        if recipe.memory.recompute != "none" and recipe.parallel.pp == 1:
+            return 0
+        return round(experts * copy if is_unsharded else 0) + replica_bytes_per_rank(recipe)
+    whole = compute + (reduce if has_gradients else 0)
+    gathered = dense * whole + experts * (copy if is_unsharded else whole)
+    return round(gathered) + replica_bytes_per_rank(recipe)
+
+
+def replica_bytes_per_rank(recipe: Recipe) -> int:
+    """Count the bytes of the replica slots of all layers, which are there from a layer's forward to its backward, in
+    use or not."""
+    num_slots, size = recipe.model.num_moe_layers * num_clones(recipe), _part_of_an_expert(recipe)
+    return num_slots * size * BYTES_OF_DTYPE[recipe.precision.compute]
+
+
+def shared_bytes_per_rank(recipe: Recipe) -> int:
+    """Count the bytes of memory that the ranks of an ep group, or of a node of it, share.
+
+    On each rank the memory holds the row of every token of the largest microbatch of its etp group, score gradients,
+    assignments and token lists; at another time the cloned experts of a layer. Exchanged counts, a few hundred bytes,
+    are left out. With a hierarchical dispatcher it holds the rows of the tokens of all nodes.
+    """
+    if not recipe.parallel.facts.shares_memory:
+        return 0
+    element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
+    place = recipe.model.expert_width * element + top_k * max(element, 4) + 4
+    rows = max_batch_tokens(recipe) * (recipe.parallel.ep * place + 4 * top_k)
+    return max(rows, _clone_bytes(recipe)) if recipe.parallel.facts.shares_memory_of_ep else rows
+
+
+def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, places: ArenaPlaces | None = None) -> int:
+    """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs; on a pipeline rank
+    those of all its places, and in its delayed places the gradients of results and of activations, which delayed weight
+    gradients need too."""
+    factor, places = capacity_factor, places or ArenaPlaces(1, recipe.model.num_moe_layers)
+    if recipe.memory.recompute != "none":  # nothing is kept: there is room for one layer
+        factor, places = 0.0, places._replace(number=1, num_delayed=0)
+    rows, slots = layer_loads(recipe)._replace(num_layers=places.num_layers).room(factor)
+    element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], expert_hidden_size(recipe)
+    row, slot = recipe.model.expert_width * element, 2 * hidden * element
+    if has_native_experts(recipe):
+        row, slot = packed_bytes(recipe, recipe.model.expert_width), packed_bytes(recipe, 2 * hidden)
+    kept = places.number * (rows * row + slots * slot)
+    return kept + places.num_delayed * (rows * row + slots * hidden * element)
+
+
+def packed_bytes(recipe: Recipe, width: int) -> int:
+    """Bytes of a row or slot of so many codes in the format of experts, with its scales."""
+    is_blockwise = recipe.precision.format_of("experts") == "fp8_blockwise"
+    num_scales = width // FORMAT_FACTS["fp8_blockwise"].native_multiple if is_blockwise else 1
+    return width + -(-4 * num_scales // SCALE_BYTES) * SCALE_BYTES
+
+
+def temporary_bytes_per_rank(recipe: Recipe) -> int:
+    """Count the bytes of one layer's temporaries with an arena, which have room for the worst case."""
+    loads = layer_loads(recipe)
+    return temporary_bytes(recipe, loads.worst_rows, loads.worst_slots, is_native=has_native_experts(recipe))
+
+
+def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: bool) -> int:
+    """Count the bytes of the temporaries of a MoE layer's backward that has room for so many rows and slots; with
+    `is_native`, in the format of experts.
+
+    Three moments may have most. First there are the gradients of rows and of activations, the gradients of hidden
+    states and the activations. Then gradients of slots, and their sums, follow those of activations; then gradients of
+    weights follow these.
+    """
+    width, hidden = recipe.model.expert_width, expert_hidden_size(recipe)
+    element = BYTES_OF_DTYPE[recipe.precision.compute]
+    weights = experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) * element
+    if not is_native:
+        gathered = width if hidden >= GATHERS_FROM else 0
+        first = (rows * width + slots * 4 * hidden) * element
+        second = (2 * rows * width + slots * (3 * hidden + width)) * element
+        return round(max(first, second, (rows * width + slots * (3 * hidden + gathered)) * element + weights))
+    packed = rows * packed_bytes(recipe, width)
+    sums = rows * width * element
+    if recipe.precision.wgrad == "format":  # a factor of each product is transposed; gate and up are two thirds
+        products = max(slots * (5 * hidden + width) + 2 / 3 * weights, slots * (4 * hidden + width) + weights)
+        return round(packed + max(slots * 5 * hidden, slots * (3 * hidden + 2 * width) + sums, products))
+    # weight gradients in bf16: rows and hidden states are unpacked, and gradients of hidden states computed again
+    return round(packed + max(slots * (4 * hidden + 2 * width) + sums, slots * 14 * hidden + 2 * sums + weights))
+
+
+def _clone_bytes(recipe: Recipe) -> int:
+    """Bytes of the most experts that can be cloned: all of a rank's, or as many as there are replica slots."""
+    num_ranks, num_replicas, moe = recipe.parallel.ep, num_clones(recipe), recipe.model.moe
+    num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_replicas), num_replicas)
+    return num_cloned * _part_of_an_expert(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
+
+
+def parameters_of(part: Part) -> float:
+    """Count the parameters of a rank's shards; gradients and moments are sharded alike.
+
+    Dense parameters are sharded over tp, dp_shard and cp; experts over ep and etp, and inside these over edp. Replicas
+    divide nothing.
+    """
+    sizes = resolve(part.recipe.parallel, part.world_size)
+    return part.count.dense_of_a_rank / sizes.fsdp + experts_per_rank(part.recipe) / sizes.edp
+
+
+def experts_per_rank(recipe: Recipe) -> float:
+    """Count the parameters of routed experts in all layers that a rank computes with: its share over ep and etp."""
+    modules = modules_of(recipe.model, recipe.parallel)
+    return sum(module.number * module.own_parameters for module in modules if module.region == "experts")
+
+
+def _part_of_an_expert(recipe: Recipe) -> int:
+    return parameters_of_an_expert(recipe.model, recipe.parallel.etp)

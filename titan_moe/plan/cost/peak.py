@@ -1,0 +1,247 @@
+"""The peak of a rank's memory in a step, estimated.
+
+Four moments of a step may have the peak:
+
+* At the end of a microbatch's forward, all its activations exist, in a pipeline also those of other microbatches in
+  flight, what delayed weight gradients need, the gradients of the previous microbatches, and what the loss computes
+  with.
+* At the beginning of its backward, the temporaries of the last layer and the gradient of the head have replaced those
+  of the loss.
+* At its end all gradients exist, and the temporaries of the first layer. Its activations are freed, but not the arena.
+* After the last backward, gathered parameters are freed. The gradients of embedding and head are reduced, which FSDP
+  does last, and tp ranks sum gradients.
+
+The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, symmetric memory, the
+parameters of blocks that are gathered at a time, and messages between stages. With `perf.kernels = "auto"` the loss is
+PyTorch's, which needs more than Triton's. Free memory between tensors, and of other streams, is counted in the pool of
+a CUDA graph alone, where no other tensor can use it (graph_pool.py).
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+from titan_moe.config.arena import has_arena
+from titan_moe.config.gemms import count_native_experts, gemm_modules, why_kept
+from titan_moe.config.modules import modules_of
+from titan_moe.config.parallel import resolve
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
+from titan_moe.plan.cost.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reduced_bytes, reducing_bytes
+from titan_moe.plan.cost.loads import layer_loads
+from titan_moe.plan.cost.memory import (
+    arena_bytes_per_rank,
+    experts_per_rank,
+    gathered_bytes,
+    parameters_of,
+    temporary_bytes,
+    temporary_bytes_per_rank,
+)
+from titan_moe.plan.cost.replicated_grads import flat_copy_bytes
+from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.weight_grads import obstacle_of
+
+CHOICE_BYTES = 4
+"""Of a token's choice of an expert, which a recomputed block keeps (layers/choice.py)."""
+
+
+def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
+    """Estimate the peak in bytes, with this implementation of the experts; in a pipeline on the rank that has most. If
+    the capacity is "auto", `capacity_factor` is that of the load, with its margin."""
+    return max(peak_bytes(part, capacity_factor, experts) for part in parts_of(recipe, world_size))
+
+
+def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> int:
+    """The same on a pipeline rank."""
+    recipe, p, count = part.recipe, part.recipe.precision, part.count
+    compute, reduce, master = (BYTES_OF_DTYPE[dtype] for dtype in (p.compute, p.reduce, p.master))
+    is_once = recipe.parallel.accumulate_unsharded
+    has_copies = resolve(recipe.parallel, part.world_size).experts_are_unsharded(p)
+    is_first = num_microbatches(recipe, part.world_size) == 1  # and the last: nothing is accumulated before
+    parameters = parameters_of(part)
+    state, gradients = parameters * (master + p.bytes_of_moments), parameters * master
+    arena = arena_bytes_per_rank(recipe, capacity_factor, part.places) if part.has_arena(experts) else 0
+    # what FSDP gathers for all of forward and backward, and reduces after it
+    of_root = (count["embedding"] + count["head"]) / recipe.parallel.tp
+    of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
+    loss = _loss_bytes(recipe) if part.has_head else 0
+    of_head = (count["head"] or count["embedding"]) / recipe.parallel.tp * compute if part.has_head else 0
+    temporary = of_head + _temporary_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
+    delayed = part.num_delayed * _delayed_bytes(part, capacity_factor, experts)
+    num_kept = _num_kept(part, experts)
+
+    begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
+    begin += delayed + num_kept * of_one + max(loss, temporary)
+    if not is_first:  # sums of the microbatches before; unsharded ones are gathered
+        begin += gradients if not is_once else experts_per_rank(recipe) * master if has_copies else 0
+
+    are_kept = is_once or recipe.parallel.pp > 1
+    copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.master else 0
+    accumulated = reduce if is_once and not is_first else 0
+    end = gradients + delayed + temporary + copies + of_root * (compute + accumulated)
+    end += max(num_kept - 1, 0) * of_one  # of the others in flight
+    reductions = copies + of_root * (reduce + (accumulated or compute))
+    after = gradients + max(reductions, flat_copy_bytes(part))
+    if recipe.compile.cudagraph == "off":
+        return round(state + arena + max(begin, end, after))
+    has_sums, reduced = not (is_once or is_first), reduced_bytes(part)
+    on_main_stream = max(begin - has_sums * reduced, end - reduced, after - reduced)
+    on_others = gathering_bytes(part) + reducing_bytes(part) + message_bytes(part)
+    return round(state + arena + (1 + FRAGMENTATION) * on_main_stream + on_others)
+
+
+def graph_bytes(part: Part, capacity_factor: float = 1.0, experts: str = "fused") -> int:
+    """Estimate by how much the CUDA graph of a recipe raises the peak of a pipeline rank; 0 without one. With an arena,
+    which lies outside the graph's pool, this is the same for all factors."""
+    launched = replace(part.recipe, compile=replace(part.recipe.compile, cudagraph="off"))
+    whole, alone = (peak_bytes(of, capacity_factor, experts) for of in (part, replace(part, recipe=launched)))
+    return whole - alone
+
+
+def _num_kept(part: Part, experts: str) -> float:
+    """How many microbatches have kept their activations. A backward without weight gradients frees them, unless delayed
+    ones need them."""
+    if part.num_in_flight == part.num_before_backward:
+        return part.num_in_flight
+    experts_free = part.has_arena(experts) or not part.num_delayed
+    return part.num_before_backward if experts_free and not _linears_delay(part.recipe) else part.num_in_flight
+
+
+def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused", capacity_factor: float = 1.0) -> int:
+    """Count the bytes that all blocks of a recipe keep of a microbatch for backward, without the arena."""
+    return _activation_bytes(recipe, capacity_factor, has_arena=has_arena(recipe, experts))
+
+
+def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> int:
+    m, num_tokens = recipe.model, microbatch_tokens(recipe)
+    element = BYTES_OF_DTYPE[recipe.precision.compute]
+    if recipe.memory.recompute == "block":
+        choices = m.num_moe_layers * m.moe.top_k * CHOICE_BYTES
+        return (m.num_layers * m.hidden_size * element + choices) * num_tokens
+    of_token = sum(module.number * module.kept for module in modules_of(m, recipe.parallel))
+    of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
+    return round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element
+
+
+def _delayed_bytes(part: Part, capacity_factor: float, experts: str) -> int:
+    """The bytes by which a microbatch that waits for weight gradients of experts keeps more than one before backward,
+    beside the arena: gradients of results and of activations, less what attention, routers and shared experts kept, if
+    they delay nothing themselves."""
+    if part.has_arena(experts):
+        return 0
+    recipe, m, (rows, slots) = part.recipe, part.recipe.model, _sizes(part.recipe, capacity_factor)
+    elements = m.num_moe_layers * (rows * m.expert_width + slots * expert_hidden_size(recipe))
+    if not _linears_delay(recipe):
+        modules = (module for module in modules_of(m, recipe.parallel) if module.region != "dense")
+        elements -= sum(module.number * module.kept for module in modules) * microbatch_tokens(recipe)
+    return max(round(elements * BYTES_OF_DTYPE[recipe.precision.compute]), 0)
+
+
+def _linears_delay(recipe: Recipe) -> bool:
+    """Whether dense linear layers delay their weight gradients under split backwards, so that their inputs are kept."""
+    linears = (module for module in gemm_modules(recipe.model) if module.part == "linears")
+    return any(obstacle_of(recipe, module) is None for module in linears)
+
+
+def _code_elements(recipe: Recipe) -> float:
+    """Elements of a token that our linear layers in fp8 keep in all layers, beyond what they keep in the dtype of
+    compute."""
+    formats, backend = recipe.precision.gemm_formats("linears"), recipe.precision.backend
+    is_ours = formats.fprop in ("fp8_rowwise", "fp8_blockwise") and formats.fprop == formats.dgrad == formats.wgrad
+    if not is_ours or backend == "emulated" or recipe.run.device == "cpu":
+        return 0.0
+    linears = (it for it in gemm_modules(recipe.model, recipe.parallel) if it.part == "linears")
+    return sum(it.row.kept_as_codes for it in linears if not why_kept(recipe, it))
+
+
+class _Sizes(NamedTuple):
+    """Rows and slots that a MoE layer allocates."""
+
+    rows: float
+    slots: float
+
+
+def _sizes(recipe: Recipe, capacity_factor: float) -> _Sizes:
+    """Without an arena: what a balanced load needs where sizes are exact, that times the factor where a bound is set,
+    and the worst case where sizes are neither read nor bounded."""
+    if not recipe.model.num_moe_layers:
+        return _Sizes(0, 0)
+    loads, p = layer_loads(recipe), recipe.parallel
+    rows, slots = loads.rows, float(loads.slots)
+    if p.facts.sends == "every_row":
+        rows = p.ep * p.etp * microbatch_tokens(recipe)
+    if not p.facts.can_be_bounded:
+        return _Sizes(rows, slots)
+    factor = capacity_factor if p.has_auto_capacity or p.fixed_capacity_factor else float("inf")
+    return _Sizes(min(factor * rows, loads.worst_rows), min(factor * slots, loads.worst_slots))
+
+
+def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
+    """Elements of rows and hidden states of all layers; rows that are not sent are the norm's. In fp8, which layers may
+    have or not, rows are copies in any case, and two codes are an element of bf16. Where experts are recomputed, only
+    rows are kept."""
+    (rows, slots), p = _sizes(recipe, capacity_factor), recipe.parallel
+    sent = rows if p.facts.moves_rows or p.etp > 1 else 0
+    width, hidden = recipe.model.expert_width, 2 * expert_hidden_size(recipe)
+    num_native = count_native_experts(recipe)
+    num_plain = recipe.model.num_moe_layers - num_native
+    if recipe.memory.recompute == "experts":
+        return round((num_plain + num_native) * sent * width)
+    copied = sent or microbatch_tokens(recipe)
+    native = (copied * width + slots * hidden) / 2
+    return num_plain * (round(sent * width) + round(slots * hidden)) + round(num_native * native)
+
+
+def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
+    """Bytes of the temporaries of the layer that has most, in backward; with those that it computes again."""
+    m, num_tokens, element = recipe.model, microbatch_tokens(recipe), BYTES_OF_DTYPE[recipe.precision.compute]
+    gradients = Counter[str]()
+    for module in modules_of(m, recipe.parallel):
+        gradients[module.region] += module.gradients if module.number else 0
+    most: float = max(gradients.values()) * num_tokens * element
+    if m.num_moe_layers and has_arena:
+        most = max(most, temporary_bytes_per_rank(recipe))
+    elif m.num_moe_layers:
+        sizes, num_native = _sizes(recipe, capacity_factor), count_native_experts(recipe)
+        for is_native in {num_native > 0, num_native == m.num_moe_layers}:
+            most = max(most, temporary_bytes(recipe, *sizes, is_native=is_native))
+    return most + _recomputed_bytes(recipe, capacity_factor, has_arena=has_arena)
+
+
+def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
+    """Bytes of what backward computes again of one layer, without the arena."""
+    m, what = recipe.model, recipe.memory.recompute
+    if what == "none":
+        return 0
+    elements = 0.0
+    if m.num_moe_layers and not has_arena:
+        elements += _sizes(recipe, capacity_factor).slots * 2 * expert_hidden_size(recipe)
+    if what == "block":
+        modules = modules_of(m, recipe.parallel)
+        of_layers = (sum(it.kept for it in modules if it.is_in(layer)) for layer in range(m.num_layers))
+        elements += max(of_layers, default=0) * microbatch_tokens(recipe)
+    return elements * BYTES_OF_DTYPE[recipe.precision.compute]
+
+
+def _loss_bytes(recipe: Recipe) -> int:
+    """Bytes of what the loss computes with: logits of a chunk of tokens, their gradients, and the gradients of its
+    inputs and, in fp32, of the head (kernels/loss)."""
+    m, p, perf = recipe.model, recipe.parallel, recipe.perf
+    element = BYTES_OF_DTYPE[recipe.precision.compute]
+    wide = max(element, BYTES_OF_DTYPE["fp32"])
+    num_tokens = microbatch_tokens(recipe) * p.tp  # ranks of tp have other words
+    num_words = m.vocab_size // p.tp
+    logits = min(perf.loss_chunk_tokens or num_tokens, num_tokens) * num_words
+    weight = num_words * m.hidden_size
+    inputs = num_tokens * m.hidden_size * element * (1 if p.tp == 1 else 2)  # gathered over tp
+    if perf.chosen_kernels.head == "triton":
+        return inputs + max(logits * element + weight * wide, weight * (wide + element))
+    # the sum of weight gradients is a new tensor in each chunk, and in backward
+    products = max(logits * element + 2 * weight * wide, weight * (2 * wide + element))
+    if p.tp == 1 and perf.loss_chunk_tokens == 0:  # logits, log-softmax and its gradients in fp32
+        softmax = 3 * logits * wide
+    elif p.tp == 1 and recipe.compile.compiles("cpu" if recipe.run.device == "cpu" else "cuda"):
+        softmax = 2 * logits * element + weight * wide
+    else:  # in fp32: logits, exponentials and what becomes the gradient, beside the words of labels
+        softmax = logits * (element + (4 if p.tp == 1 else 5) * wide + 1) + weight * wide
+    return inputs + max(softmax, products)

@@ -1,0 +1,124 @@
+"""Roofline: the minimal work of each part of a step on one rank, and the minimal time of a device for it.
+
+FLOPs follow `plan.cost.count`: forward and backward, causal attention halved, nothing recomputed. Routing is assumed
+to be random and even. Norms, softmax and other passes over activations are left out, and so are the collectives of
+tensor parallelism within layers: a lower bound, not a prediction.
+"""
+
+from dataclasses import dataclass
+from typing import get_args
+
+from titan_moe.config.modules import Region, modules_of
+from titan_moe.config.optimizers import OPTIMIZERS
+from titan_moe.config.parallel import resolve
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.choice.hardware import Hardware
+from titan_moe.plan.cost import replicated_grads
+from titan_moe.plan.cost.count import attention_core_flops_per_token
+from titan_moe.plan.cost.links import rows_sent
+from titan_moe.plan.cost.memory import experts_per_rank, parameters_of
+from titan_moe.plan.pipeline.parts import Part, parts_of
+
+FORWARD_AND_BACKWARD = 6
+"""FLOPs of a multiply-add with a weight: two forward, two for each gradient."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a part in one optimizer step on one rank."""
+
+    flops: float = 0.0
+    memory_bytes: float = 0.0  # read and written
+    wire_bytes: float = 0.0  # received from other ranks
+
+    def floor_ms(self, hardware: Hardware) -> float:
+        """The time of the scarcest resource alone."""
+        seconds = (
+            self.flops / hardware.bf16_flops,
+            self.memory_bytes / hardware.memory_bytes_per_second,
+            self.wire_bytes / hardware.link_bytes_per_second,
+        )
+        return 1e3 * max(seconds)
+
+
+def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Work]:
+    """The work of each part where it is known, by the names of the trace's regions; of a pipeline on one of its
+    ranks."""
+    part = parts_of(recipe, world_size)[pp_rank]
+    recipe, world_size = part.recipe, part.world_size
+    m, t = recipe.model, recipe.train
+    sizes = resolve(recipe.parallel, world_size)
+    # of a rank between layers; inside layers tp and ulysses have all tokens, and a part of the widths
+    num_tokens = t.global_batch_sequences * t.seq_len_tokens // (sizes.dp * sizes.cp * sizes.tp)
+    flops = dict.fromkeys(get_args(Region), 0)
+    for module in part.count.modules:
+        flops[module.region] += FORWARD_AND_BACKWARD * num_tokens * module.number * module.multiply_adds
+    flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
+    work = {part: Work(flops=count) for part, count in flops.items()}
+    work["attention"] = Work(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
+    row_bytes = m.expert_width * BYTES_OF_DTYPE[recipe.precision.compute]
+    # 2: the gradient of a row is sent too
+    rows, etp = 2 * m.num_moe_layers * num_tokens * row_bytes, recipe.parallel.etp
+    gathered = rows * (etp - 1)  # those of an etp group; as many results are reduce-scattered
+    moved = rows * etp * rows_sent(recipe, world_size).all
+    if recipe.parallel.overlap == "tile":  # the experts' GEMMs move the rows
+        work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
+        moved = 0.0
+    work["dispatch"] = work["combine"] = Work(wire_bytes=gathered + moved)
+    work["clip"], work["optimizer"] = update_work(part)
+    sharding = sharding_bytes(part) + replicated_grads.received_bytes(part)
+    work["sharding"] = Work(memory_bytes=replicated_grads.copied_bytes(part), wire_bytes=sharding)
+    return {part: done for part, done in work.items() if done != Work()}
+
+
+def update_work(part: Part) -> tuple[Work, Work]:
+    """The work of norm and clipping, and of AdamW: passes over memory.
+
+    The norm reads the gradients. Clipping reads and writes them, unless the optimizer's kernel clips. AdamW reads
+    parameter, gradient and two moments and writes all but the gradient.
+    """
+    recipe, held, precision = part.recipe, parameters_of(part), part.recipe.precision
+    master = BYTES_OF_DTYPE[precision.master]
+    clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
+    clip = Work(memory_bytes=held * master * (3 if clips_in_a_pass else 1))
+    return clip, Work(memory_bytes=held * (3 * master + 2 * precision.bytes_of_moments))
+
+
+def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
+    """Count the bytes that attention layers receive from other cp ranks for the tokens that a rank has between layers:
+    queries, keys, values and results, or latents (parallel/context.py). Gradients take the same ways back; with `ring`
+    they go round behind keys and values, which are sent twice, and are in fp32."""
+    compute = BYTES_OF_DTYPE[recipe.precision.compute]
+    both_ways = 2 * compute
+    if recipe.parallel.cp_kind == "ring":
+        both_ways += max(compute, BYTES_OF_DTYPE["fp32"])
+    modules = modules_of(recipe.model, recipe.parallel)
+    return num_tokens * sum(module.number * module.received for module in modules) * both_ways
+
+
+def sharding_bytes(part: Part) -> float:
+    """Count the bytes that FSDP sends a rank in a step: gathered parameters, reduced gradients, sums over replicas.
+
+    Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
+    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces.
+    """
+    recipe, p = part.recipe, part.recipe.parallel
+    sizes = resolve(p, part.world_size)
+    gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
+    root = sum(module.own_parameters for module in part.count.modules if module.layers is None)
+    blocks = part.count.dense_of_a_rank - root
+    groups = (  # parameters, gathers a microbatch, ranks that share them
+        (root, 1, sizes.fsdp),
+        (blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.fsdp),
+        (
+            experts_per_rank(recipe),
+            1 + (p.reshard_experts_after_forward and not p.accumulate_unsharded),
+            sizes.edp,
+        ),
+    )
+    num_bytes = 0.0
+    for size, num_gathers, num_ranks in groups:
+        num_bytes += size * (1 - 1 / num_ranks) * (num_gathers * gathered + summed)
+        num_bytes += 2 * size / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
+    return num_bytes * (1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size))
