@@ -35,15 +35,15 @@ from titan_moe.dispatch import (
     AllToAllDispatcher,
     CloningDispatcher,
     HierarchicalDispatcher,
-    clone_weights,
-    cloning,
-    symm_mem,
-    symm_mem_mlp,
 )
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.clones import dispatcher as cloning
+from titan_moe.dispatch.clones import weights as clone_weights
 from titan_moe.dispatch.clones.weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.hierarchical import NodeGroups
+from titan_moe.dispatch.symm_mem import dispatcher as symm_mem
+from titan_moe.dispatch.symm_mem import mlp as symm_mem_mlp
 from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
 from titan_moe.dispatch.symm_mem.memory import SymmMemory

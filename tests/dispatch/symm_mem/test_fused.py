@@ -1,7 +1,7 @@
 """Experts that fetch rows and deliver results themselves give what one process gives, and what arrived rows give.
 
-On CPU ranks are processes that map each other's files, in Triton's interpreter and fp32, as in test_dispatcher.py; on GPUs
-it is bf16.
+On CPU ranks are processes that map each other's files, in Triton's interpreter and fp32, as in test_dispatcher.py; on
+GPUs it is bf16.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ P ranks of the group · E experts · e experts that each rank owns · c replica 
 K experts a token
 
 The inner dispatcher sees e + c experts on a rank: its own, and those in its replica slots. This file has the clones
-planned and assignments reassigned to them (kernels/clones/); clone_weights.py exchanges the weights. Beside the inner
+planned and assignments reassigned to them (kernels/clones/); weights.py exchanges the weights. Beside the inner
 dispatcher's communication, a table of P·E counts is gathered, over symmetric memory if there is any. The host reads
 nothing.
 """

@@ -7,7 +7,7 @@ of the worst case, P·T rows, or of random routing times a capacity factor. Only
 step that has overflowed, the host reads sizes: the worst case of a large model exceeds the memory.
 kernels/symm_mem/arrays.py explains the phases of an exchange, and why two barriers make its memory free for the next.
 
-Each custom op here is a complete exchange, barriers included; so are those of clones (clone_weights.py). The contents
+Each custom op here is a complete exchange, barriers included; so are those of clones (clones/weights.py). The contents
 of the symmetric memory are not read after an exchange. So to the compiler an op is a function of its other arguments.
 It may be removed if no rank needs its result, or moved, as long as all ranks run the same exchanges in the same order,
 as with collectives. Exchanges of a layer depend on each other's results, which fixes their order on every rank, and
