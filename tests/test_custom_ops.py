@@ -52,13 +52,14 @@ from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
+from titan_moe.kernels.optim.accumulate import accumulate_reference
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.attention import Context
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.ring_attention import RingAttention
 from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
-from titan_moe.parallel.unsharded_experts import CodesCache
+from titan_moe.parallel.unsharded_experts import UnshardedWeights
 from titan_moe.parallel.vocabulary import fused_cross_entropy_over_ranks
 from titan_moe.plan.cost.loads import LayerLoads
 
@@ -165,7 +166,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
         if num_replicas:
             over = shared if isinstance(gather_weights, SymmMemCloneWeights) else None
             layer.dispatcher = CloningDispatcher(layer.dispatcher, NUM_EXPERTS, num_replicas, group, over)
-            layer.experts.gather_weights = gather_weights
+            layer.experts.transforms["clones"] = gather_weights
         run_layer(layer, is_trained)
     for kind in (partial(SymmMemFusedDispatcher, memory=shared), in_an_arena):
         layer, queue = MoE(MODEL, kernels=PRESETS["fused"]).to(device, dtype), WeightGradQueue()
@@ -179,7 +180,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
         layer = MoE(of_width, kernels=PRESETS["fused"]).to(device, dtype)
         layer.experts.mlp = FusedMLP(format)
         run_layer(layer, is_trained=True, width=width)  # weights are quantised for each use
-        layer.experts.codes = CodesCache(layer.experts, format, dtype, keeps=True)
+        layer.experts.transforms["local"] = UnshardedWeights(None, format, keeps=True, accumulate=accumulate_reference)
         run_layer(layer, is_trained=True, width=width)
     shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
     sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp

@@ -114,7 +114,7 @@ def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_rep
     assert dispatcher.facts is inner.facts
     per_rank = NUM_EXPERTS // num_ranks
     module = experts(rank * per_rank, (rank + 1) * per_rank)
-    module.gather_weights = CollectiveCloneWeights(group)
+    module.transforms["clones"] = CollectiveCloneWeights(group)
     rank_inputs = inputs(routing, num_ranks, tokens_by_rank)[rank]
     offsets_e = dispatcher.dispatch(*rank_inputs[:3]).offsets_e
     num_taken = offsets_e[-1] - offsets_e[per_rank - 1]

@@ -96,7 +96,7 @@ def run_codes_and_clones(folder: str | None) -> tuple[list[bool], list[Tensor]]:
     inner = HierarchicalDispatcher(
         NUM_EXPERTS + dist.get_world_size(), groups, memory=memory, num_routed_experts=NUM_EXPERTS
     )
-    module.gather_weights = CollectiveCloneWeights(group)
+    module.transforms["clones"] = CollectiveCloneWeights(group)
     cloned = halves(CloningDispatcher(inner, NUM_EXPERTS, 1, group), module, drawn)
     return [torch.equal(a, b) for a, b in zip(*coded, strict=True)], cloned
 

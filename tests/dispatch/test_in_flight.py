@@ -125,7 +125,7 @@ def run_collectives(kind: str) -> list[bool]:
     dispatcher, module = COLLECTIVE[kind](), symm_mem.my_experts(torch.device("cpu"))
     drawn = [symm_mem.my_inputs(routing, torch.device("cpu")) for routing in ROUTINGS]
     if "clones" in kind:
-        module.gather_weights = CollectiveCloneWeights(dist.group.WORLD)
+        module.transforms["clones"] = CollectiveCloneWeights(dist.group.WORLD)
     if kind in ("local", "experts in parts"):  # which have no other experts
         drawn = [[x, torch.where(ids >= 0, ids % len(module.down), -1), *rest] for x, ids, *rest in drawn]
     return same_in_flight(dispatcher, module, drawn)
@@ -143,7 +143,7 @@ def test_microbatches_in_flight_over_collectives(ranks: Any, kind: str) -> None:
 def run_kept_copies(room: int) -> list[bool]:
     """With copies in bf16 that all microbatches share, and clones."""
     dispatcher, module = with_clones(AllToAllDispatcher), symm_mem.my_experts(torch.device("cpu"))
-    module.gather_weights = CollectiveCloneWeights(dist.group.WORLD)
+    module.transforms["clones"] = CollectiveCloneWeights(dist.group.WORLD)
     slots = ReplicaSlots(room, are_used=True)
     use_unsharded_experts(module, init_device_mesh("cpu", (2,)), torch.float32, keeps=True, room=slots)
     drawn = [

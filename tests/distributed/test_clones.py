@@ -16,14 +16,15 @@ from titan_moe.config import Recipe, clones
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.dispatch.clones.dispatcher import CloningDispatcher
+from titan_moe.dispatch.clones.dispatcher import CloningDispatcher, CloningExchange
 from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.dispatch.clones.weights import CloneWeights
 from titan_moe.kernels.clones.plan import ClonePlan
+from titan_moe.kernels.experts.weights import ExpertUse
 from titan_moe.layers.forced_loads import draw_ids
 from titan_moe.layers.forced_routing import ForcedBalance, ForcedTable
 from titan_moe.layers.moe import MoE
-from titan_moe.parallel.unsharded_experts import CastCache
+from titan_moe.parallel.unsharded_experts import UnshardedWeights
 from titan_moe.parameters import full_tensor
 from titan_moe.training import build, clone_control
 from titan_moe.training.build import assemble
@@ -90,15 +91,15 @@ def test_clones_beside_graphs_change_nothing(ranks, alone: dict[int, Any], dispa
 def train_with_room(run: Recipe, has_room: bool, num_steps: int = STEPS) -> tuple[dict[str, Any], int, set[int]]:
     """The trace, with room for clones behind the copies of own weights or without; how many clones were planned; and
     the lengths of the copies."""
-    cast, lengths = CastCache.__call__, set()
+    cast, lengths = UnshardedWeights.cast, set()
 
-    def of_a_length(self: CastCache, weight: Any) -> Any:
+    def of_a_length(self: UnshardedWeights, weight: Any) -> Any:
         self.room = self.room if has_room else ReplicaSlots()
         copy = cast(self, weight)
         lengths.add(len(copy))
         return copy
 
-    with mock.patch.object(CastCache, "__call__", of_a_length):
+    with mock.patch.object(UnshardedWeights, "cast", of_a_length):
         return *train_with_clones(run, 4, num_steps), lengths
 
 
@@ -146,9 +147,9 @@ def train_in_phases(run: Recipe, phases: list[str], cost: int = 0) -> SimpleName
         calls.planned += int((made.experts_Pc >= 0).sum())
         return made
 
-    def exchange_weights(*args: Any) -> Any:
-        calls.exchanged += 1
-        return exchange(*args)
+    def exchange_weights(self: CloneWeights, use: ExpertUse) -> ExpertUse:
+        calls.exchanged += isinstance(use.exchange, CloningExchange)
+        return exchange(self, use)
 
     is_compiled = run.compile.compiles("cpu")
     with (

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.perf import MemoryConfig
+from titan_moe.kernels.experts.weights import EachWeight
 from titan_moe.layers.block import Block
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
@@ -178,7 +179,7 @@ def test_recompute_experts_repeats_only_experts() -> None:
     model = build(Block, "experts")
     reads = []
     for block in model.layers.values():
-        block.feed_forward.experts.local = lambda weight: reads.append(1) or weight
+        block.feed_forward.experts.transforms["local"] = EachWeight(lambda weight: reads.append(1) or weight)
     tokens, labels = torch.randint(16, (2, 2, 8)).unbind()
     model(tokens, labels).backward()
     assert len(reads) == 2 * 2 * CONFIG.num_layers, "two weights, in forward and in backward"

@@ -15,7 +15,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.optim.accumulate import accumulate, accumulate_reference
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.parallel.unsharded_experts import CastCache, caching_casts, use_unsharded_experts
+from titan_moe.parallel.unsharded_experts import UnshardedWeights, caching_casts, use_unsharded_experts
 from titan_moe.training.forward_backward import run_microbatch
 
 
@@ -35,10 +35,14 @@ def built(mesh, dtype: torch.dtype | None, *, keeps: bool) -> GroupedExperts:
     return experts
 
 
+def cast(experts: GroupedExperts) -> Tensor:
+    return experts.transforms["local"].cast(experts.down)
+
+
 def serve(experts: GroupedExperts, seed: int) -> Tensor:
     """A microbatch whose gradient of `down` is drawn; the copy that it read."""
     generator = torch.Generator().manual_seed(seed)
-    weight = experts.local(experts.down)
+    weight = cast(experts)
     weight.backward(torch.randn(weight.shape, generator=generator).to(weight.dtype))
     return weight.detach()
 
@@ -69,28 +73,28 @@ def test_gradients_add_up_to_pytorchs_bits(mesh, device: str, is_flat: bool, bac
     torch.manual_seed(0)
     weight = torch.randn(2, 96, 64, device=device)
     master = torch.nn.Parameter(DTensor.from_local(weight, init_device_mesh(device, (1,)), [Shard(0)]))
-    local = CastCache(torch.bfloat16, keeps=True, accumulate=ACCUMULATE[backend])
+    transform = UnshardedWeights(torch.bfloat16, keeps=True, accumulate=ACCUMULATE[backend])
     total = torch.zeros_like(weight)
     for _ in range(3):
         grad = torch.randn(2, 64, 96, device=device).bfloat16()
         grad = grad.view(2, 96, 64) if is_flat else grad.transpose(1, 2)
-        local(master).backward(grad)
+        transform.cast(master).backward(grad)
         total += grad
     assert master.grad is not None and master.grad.to_local().is_contiguous()
     assert torch.equal(master.grad.to_local(), total)
 
 
 def test_the_measured_way_is_the_default_and_the_other_is_chosen_by_name(mesh) -> None:
-    assert built(mesh, torch.bfloat16, keeps=False).local.accumulate is accumulate_reference
+    assert built(mesh, torch.bfloat16, keeps=False).transforms["local"].accumulate is accumulate_reference
     experts = GroupedExperts(2, 4, 3)
     use_unsharded_experts(experts, mesh, torch.bfloat16, keeps=False, gradients="triton")
-    assert experts.local.accumulate is accumulate
+    assert experts.transforms["local"].accumulate is accumulate
 
 
 def test_biases_are_cast_and_their_gradients_added_too(mesh) -> None:
     experts = GroupedExperts(2, 4, 3, has_bias=True)
     use_unsharded_experts(experts, mesh, torch.bfloat16, keeps=False)
-    weights = experts.weights()
+    weights = experts.use().weights
     assert weights.names() == ("gate_up", "down", "gate_up_bias", "down_bias")
     for tensor in weights.tensors():
         assert tensor.dtype == torch.bfloat16 and not isinstance(tensor, DTensor)
@@ -101,7 +105,7 @@ def test_biases_are_cast_and_their_gradients_added_too(mesh) -> None:
 
 def test_a_gradient_in_another_layout_lies_like_its_master(mesh) -> None:
     experts = built(mesh, torch.bfloat16, keeps=False)
-    experts.local(experts.down).backward(torch.randn(2, 3, 4).bfloat16().transpose(1, 2))
+    cast(experts).backward(torch.randn(2, 3, 4).bfloat16().transpose(1, 2))
     assert experts.down.grad.to_local().is_contiguous()
 
 
@@ -115,7 +119,7 @@ def test_copies_serve_for_a_step_or_for_one_use(mesh) -> None:
                 experts.down.to_local().mul_(2)
             assert torch.equal(serve(experts, 1), first if keeps else 2 * first)
             with torch.no_grad():
-                assert torch.equal(experts.local(experts.down), 2 * first), "a validation sees the weights of now"
+                assert torch.equal(cast(experts), 2 * first), "a validation sees the weights of now"
         with caching_casts(experts):
             assert torch.equal(serve(experts, 2), 2 * first)
 
@@ -130,14 +134,14 @@ def test_a_microbatch_alone_keeps_its_copies(mesh) -> None:
             self.copies: list[Tensor] = []
 
         def forward(self, x: Tensor) -> Tensor:
-            self.copies = [self.experts.local(self.experts.down) for _ in range(2)]
+            self.copies = [cast(self.experts) for _ in range(2)]
             return sum((x * copy).sum() for copy in self.copies)
 
     model = Chunks()
     run_microbatch(model, (torch.ones(()),), torch.tensor(2.0))
     assert model.copies[0].data_ptr() == model.copies[1].data_ptr()
     assert torch.equal(model.experts.down.grad.to_local(), torch.full((2, 4, 3), 4.0))
-    assert not model.experts.local.copies
+    assert not model.experts.transforms["local"].copies
 
 
 def test_no_copy_outlives_its_step(mesh) -> None:
@@ -155,16 +159,16 @@ def test_no_copy_outlives_its_step(mesh) -> None:
 
 def test_one_graph_holds_the_cast(mesh) -> None:
     experts = built(mesh, torch.bfloat16, keeps=True)
-    compiled = torch.compile(lambda: experts.local(experts.down).sum(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda: cast(experts).sum(), fullgraph=True, backend="aot_eager")
     with caching_casts(experts):
         compiled().backward()
-        assert not experts.local.copies
+        assert not experts.transforms["local"].copies
     assert torch.equal(experts.down.grad.to_local(), torch.ones(2, 4, 3))
 
 
 def test_without_a_cast_the_master_itself_is_served(mesh) -> None:
     experts = built(mesh, None, keeps=True)
-    weight = experts.local(experts.down)
+    weight = cast(experts)
     assert weight.dtype == torch.float32 and weight.data_ptr() == experts.down.to_local().data_ptr()
     weight.backward(torch.ones(2, 4, 3))
     assert torch.equal(experts.down.grad.to_local(), torch.ones(2, 4, 3)) and not isinstance(experts, FSDPModule)

@@ -83,7 +83,7 @@ def test_build_takes_the_recipes_gradient_accumulation(backend: str, one_rank: M
     recipe = load_recipe(Path(__file__).with_name("tiny.toml"), words)
     (model,) = build_parts(build_on_meta(recipe), recipe, one_rank, torch.device("cpu"), ExpertCapacity())
     layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
-    assert layers and all(experts.local.accumulate is ACCUMULATE[backend] for experts in layers)
+    assert layers and all(experts.transforms["local"].accumulate is ACCUMULATE[backend] for experts in layers)
 
 
 def test_build_refuses_a_buffer_without_reset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ With expert tensor parallelism (etp) a rank has a part of the hidden width F of 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,13 +19,14 @@ from titan_moe.config.dispatchers import LOCAL, dispatchers_that, facts_of
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clones.dispatcher import CloningDispatcher
-from titan_moe.dispatch.clones.optional import OptionalClonesDispatcher, OptionalCloneWeights, ReplicaSlots
+from titan_moe.dispatch.clones.optional import OptionalClonesDispatcher, ReplicaSlots
 from titan_moe.dispatch.clones.weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.dispatch.symm_mem.memory import SymmMemory
 from titan_moe.kernels.experts.fused_mlp import format_of
+from titan_moe.kernels.experts.weights import EachWeight, ExpertUse
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.dispatchers import DispatcherInputs, build_dispatcher
@@ -55,7 +58,7 @@ def apply(
                 _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory, nodes, replicas)
             if config.etp > 1:
                 module.dispatcher = ExpertTensorDispatcher(module.dispatcher, meshes.etp.get_group())
-                module.experts.num_width_parts = config.etp
+                module.experts.transforms["share"] = ShareOfBias(config.etp)
             if config.ep * config.etp > 1:
                 _shard(module.experts, meshes.expert_shares)
 
@@ -104,7 +107,7 @@ def apply_expert_parallel(
         _set_dispatcher(moe, config, mesh.get_group(), capacity, memory, nodes, ReplicaSlots())
         _shard(moe.experts, mesh)
         if gradients == "mean":
-            moe.experts.local = _LocalWithMeanGradient(mesh.size())
+            moe.experts.transforms["local"] = EachWeight(partial(_local_with_mean_gradient, num_ranks=mesh.size()))
 
 
 def has_own_dispatcher(moe: MoE) -> bool:
@@ -112,14 +115,9 @@ def has_own_dispatcher(moe: MoE) -> bool:
     return type(moe.dispatcher) is not LocalDispatcher
 
 
-class _LocalWithMeanGradient:
-    """`GroupedExperts.local`: the local experts, with the mean over ranks of their gradients."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        return _DivideGradient.apply(local(weight), self.num_ranks)
+def _local_with_mean_gradient(weight: Tensor, num_ranks: int) -> Tensor:
+    """The local experts, with the mean over ranks of their gradients."""
+    return _DivideGradient.apply(local(weight), num_ranks)
 
 
 class _DivideGradient(torch.autograd.Function):
@@ -131,6 +129,34 @@ class _DivideGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.divisor, None
+
+
+@dataclass(frozen=True)
+class ShareOfBias:
+    """The transform of experts of which ranks have parts of F: their results are added up, so each adds its share of
+    the down bias."""
+
+    num_ranks: int
+
+    def __call__(self, use: ExpertUse) -> ExpertUse:
+        bias = use.weights.down_bias
+        if bias is None:
+            return use
+        share = bias.map(lambda whole: _ShareOfSum.apply(whole, self.num_ranks))
+        return use._replace(weights=use.weights._replace(down_bias=share))
+
+
+class _ShareOfSum(torch.autograd.Function):
+    """A summand, for as many ranks to add up to the whole. Every rank has the gradient of the sum, and so that of the
+    whole: it is not divided, and not reduced over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, num_ranks: int) -> Tensor:
+        return whole / num_ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _mesh_of(ranks: DeviceMesh | dist.ProcessGroup, layers: list[MoE]) -> DeviceMesh:
@@ -225,7 +251,7 @@ def _set_dispatcher(
         cloning = CloningDispatcher(inner, num_experts, replicas.number, group, memory, replicas.cost)
         weights = CollectiveCloneWeights(group) if memory is None else SymmMemCloneWeights(memory)
         moe.dispatcher = OptionalClonesDispatcher(plain, cloning, replicas)
-        moe.experts.gather_weights = OptionalCloneWeights(weights, replicas)
+        moe.experts.transforms["clones"] = weights
 
 
 def _shard(experts: GroupedExperts, mesh: DeviceMesh) -> None:
@@ -240,7 +266,7 @@ def _shard(experts: GroupedExperts, mesh: DeviceMesh) -> None:
             own.clone(memory_format=torch.contiguous_format), mesh, placements, run_check=False
         )
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
-    experts.local = local
+    experts.transforms["local"] = EachWeight(local)
 
 
 def _placement_on_etp(experts: GroupedExperts, name: str) -> Placement:

@@ -20,37 +20,53 @@ from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.experts.delayed_weight_grads import can_delay
 from titan_moe.kernels.experts.format import ExpertFormat
 from titan_moe.kernels.experts.fused_mlp import format_of
-from titan_moe.kernels.experts.weights import MATRICES
+from titan_moe.kernels.experts.plain import PLAIN
+from titan_moe.kernels.experts.weights import ExpertUse, ExpertWeights
 from titan_moe.kernels.optim.accumulate import Accumulate
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parameters import local
 
 
-class CastCache:
-    """`GroupedExperts.local` of unsharded experts: master parameters -> plain tensors in compute's dtype."""
+class UnshardedWeights:
+    """The transform of unsharded experts: master parameters -> plain tensors in compute's dtype, with codes in the
+    MLP's format."""
 
     def __init__(
         self,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
+        format: ExpertFormat = PLAIN,
         *,
         keeps: bool,
         accumulate: Accumulate,
         room: ReplicaSlots | None = None,
-        are_read: bool = True,
     ) -> None:
-        """With `keeps`, a copy lasts for every use inside `caching_casts`, else for one use and its backward.
-        `accumulate` adds gradients up. A copy has `room` for as many clones behind the experts, which is left out while
-        it is not used. Where copies are not read, because codes stand for them, they have no memory."""
-        self.dtype, self.keeps, self.accumulate, self.room = dtype, keeps, accumulate, room or ReplicaSlots()
-        self.are_read = are_read
+        """`dtype` is compute's, None if it is the master's. With `keeps`, copies and codes last for every use inside
+        `caching_casts`, else for one use and its backward. `accumulate` adds gradients up. A copy has `room` for as
+        many clones behind the experts, which is left out while it is not used."""
+        self.dtype, self.format, self.keeps = dtype, format, keeps
+        self.accumulate, self.room = accumulate, room or ReplicaSlots()
         self.is_keeping = False
         self.copies: dict[int, Tensor] = {}
+        self.codes: tuple[Tensor, ...] = ()
 
-    def __call__(self, weight: Tensor) -> Tensor:
+    def __call__(self, use: ExpertUse) -> ExpertUse:
+        codes = self._quantized(use.weights)
+        weights = use.weights.with_tensors([self.cast(master) for master in use.weights.tensors()])
+        return use._replace(weights=weights._replace(codes=codes))
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether codes stand for weights, whose copies are not read then. A graph has no cache, and without gradients
+        a copy could be stale: there codes are made of the weights anew."""
+        return self.format.is_rounded and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+
+    def cast(self, weight: Tensor) -> Tensor:
+        """Master parameter -> plain tensor in compute's dtype. A copy that is not read has no memory."""
+        if self.dtype is None:
+            return local(weight)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            # a graph has no cache; without gradients a copy could be stale
             return local(weight).to(self.dtype)
-        if not self.are_read:
+        if self.has_codes:
             master = local(weight)
             return _Cast.apply(weight, master.new_empty((), dtype=self.dtype).expand_as(master), self.accumulate)
         copy = self.copies.get(id(weight))
@@ -65,34 +81,20 @@ class CastCache:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
 
-    def clear(self) -> None:
-        """Drop what is kept."""
-        self.copies.clear()
-
-
-class CodesCache:
-    """`GroupedExperts.codes` of unsharded experts: master parameters -> codes in the MLP's format."""
-
-    def __init__(self, experts: GroupedExperts, format: ExpertFormat, dtype: torch.dtype, *, keeps: bool) -> None:
-        """`keeps` is that of `CastCache`, `dtype` compute's."""
-        self.experts = experts
-        self.format, self.is_bf16, self.keeps = format, dtype == torch.bfloat16, keeps
-        self.is_keeping = False
-        self.codes: tuple[Tensor, ...] = ()
-
-    def __call__(self) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return ()  # made of the weights anew, as `CastCache` says
+    def _quantized(self, masters: ExpertWeights) -> tuple[Tensor, ...]:
+        if not self.has_codes:
+            return ()
         if self.codes:
             return self.codes
-        gate_up, down = (local(getattr(self.experts, name)).detach() for name in MATRICES)
-        codes = tuple(self.format.quantize(gate_up, down, self.is_bf16))
+        gate_up, down = (local(parameter.own).detach() for parameter in (masters.gate_up, masters.down))
+        codes = tuple(self.format.quantize(gate_up, down, (self.dtype or down.dtype) == torch.bfloat16))
         if self.keeps and self.is_keeping:
             self.codes = codes
         return codes
 
     def clear(self) -> None:
         """Drop what is kept."""
+        self.copies.clear()
         self.codes = ()
 
 
@@ -136,14 +138,9 @@ def use_unsharded_experts(
         if not isinstance(weight, DTensor):
             spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    format = format_of(experts.mlp)
-    if dtype is None:
-        experts.local = local
-    else:
-        are_read, adds = not format.is_rounded, ACCUMULATE[gradients]
-        experts.local = CastCache(dtype, keeps=keeps, accumulate=adds, room=room, are_read=are_read)
-    if format.is_rounded:
-        experts.codes = CodesCache(experts, format, dtype or experts.down.dtype, keeps=keeps)
+    experts.transforms["local"] = UnshardedWeights(
+        dtype, format_of(experts.mlp), keeps=keeps, accumulate=ACCUMULATE[gradients], room=room
+    )
     experts.delays_weight_grads = delay_weight_grads_of_experts and can_delay(experts.mlp)
 
 
@@ -151,9 +148,8 @@ def use_unsharded_experts(
 def caching_casts(model: nn.Module) -> Iterator[None]:
     """Keep casts for a microbatch or a step, and drop them at its end, also after an error."""
     layers = [experts for experts in model.modules() if isinstance(experts, GroupedExperts)]
-    every = [cache for experts in layers for cache in (experts.local, experts.codes)]
-    caches = [cache for cache in every if isinstance(cache, CastCache | CodesCache)]
-    keepers = [cache for cache in caches if not cache.is_keeping]  # an outer call's stay
+    caches = [experts.transforms.get("local") for experts in layers]
+    keepers = [it for it in caches if isinstance(it, UnshardedWeights) and not it.is_keeping]  # an outer call's stay
     for keeper in keepers:
         keeper.is_keeping = True
     try:

@@ -11,7 +11,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clones.dispatcher import CloningExchange
 from titan_moe.dispatch.clones.weights import CollectiveCloneWeights
 from titan_moe.kernels.choose import choose_expert_mlp
-from titan_moe.kernels.experts.weights import ExpertWeights
+from titan_moe.kernels.experts.weights import ExpertUse, ExpertWeights
 from titan_moe.layers.experts import GroupedExperts
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def experts() -> GroupedExperts:
     module = GroupedExperts(own, WIDTH, HIDDEN, choose_expert_mlp("reference", "activation")).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    module.gather_weights = CollectiveCloneWeights(dist.group.WORLD)
+    module.transforms["clones"] = CollectiveCloneWeights(dist.group.WORLD)
     return module
 
 
@@ -107,10 +107,10 @@ def sum_gradients_in_bf16() -> tuple[Tensor, ...]:
     experts_Pc[0] = -1
     weights = [torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in SHAPES.values()]
     own, exchange = ExpertWeights.of(weights, tuple(SHAPES)), CloningExchange(None, experts_Pc, 1)
-    _, with_clones = CollectiveCloneWeights(dist.group.WORLD)(torch.zeros(2, 64), own, exchange)
+    use = CollectiveCloneWeights(dist.group.WORLD)(ExpertUse(own, torch.zeros(2, 64), exchange))
     grads = gradients_of(rank)
     grads = [*grads, *(grad * 0 if rank == 0 else grad for grad in grads)]
-    torch.autograd.backward(with_clones.tensors(), grads)
+    torch.autograd.backward(use.weights.tensors(), grads)
     return tuple(weight.grad for weight in weights)
 
 

@@ -71,7 +71,7 @@ def build_dispatcher(memory: SymmMemory, module: GroupedExperts, num_replicas: i
     if not num_replicas:
         return inner
     group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
-    module.gather_weights = SymmMemCloneWeights(memory)
+    module.transforms["clones"] = SymmMemCloneWeights(memory)
     return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_replicas, group, memory)
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending, TokenDispatcher
 from titan_moe.dispatch.clones.dispatcher import CloningDispatcher
-from titan_moe.dispatch.clones.weights import CloneWeights
-from titan_moe.kernels.experts.weights import ExpertWeights
 
 
 class ReplicaSlots:
@@ -56,14 +54,3 @@ class OptionalClonesDispatcher(TokenDispatcher):
 
     def finish_combine(self, pending: Pending, exchange: Exchange) -> Tensor:
         return self.current.finish_combine(pending, exchange)
-
-
-class OptionalCloneWeights:
-    """`GroupedExperts.gather_weights`: own weights, with those of clones while the replica slots are used."""
-
-    def __init__(self, clones: CloneWeights, replicas: ReplicaSlots) -> None:
-        self.clones, self.replicas = clones, replicas
-
-    def __call__(self, x_SD: Tensor, weights: ExpertWeights, exchange: Exchange) -> tuple[Tensor, ExpertWeights]:
-        """Rows and own weights -> rows, and the weights of all experts of this exchange."""
-        return self.clones(x_SD, weights, exchange) if self.replicas.are_used else (x_SD, weights)

@@ -19,27 +19,31 @@ from torch import Tensor
 from titan_moe.dispatch.clones.dispatcher import CloningExchange
 from titan_moe.dispatch.collectives import all_gather, all_to_all
 from titan_moe.dispatch.symm_mem.memory import SymmMemory
-from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
+from titan_moe.kernels.experts.weights import ExpertUse, Tensors
 from titan_moe.kernels.symm_mem.arrays import SymmArray
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.clones import add_gradients, clone_arrays, pull_weights, stage_gradients, stage_weights
 
 
 class CloneWeights(ABC):
-    """Get the weights of an exchange's clones; a subclass defines how they are communicated.
+    """The transform that gets the weights of an exchange's clones, if it has any; a subclass defines how they are
+    communicated.
 
     Own weights pass through it, so that gradients of clones are added to theirs in one place. Rows pass through it, so
     that exchanges over symmetric memory keep their order in a graph: rows before clones, and gradients in reverse.
     """
 
-    def __call__(self, x_SD: Tensor, weights: ExpertWeights, exchange: CloningExchange) -> tuple[Tensor, ExpertWeights]:
+    def __call__(self, use: ExpertUse) -> ExpertUse:
         """Rows [S, D], or this rank's own, and own weights [e, ...] -> the same, with clones [c, ...]; differentiable.
         Weights with room, [e + c, ...], have the clones in it: a GEMM needs no copy. The clone in an empty slot is
         undefined."""
+        weights, x_SD, exchange = use
+        if not isinstance(exchange, CloningExchange):
+            return use
         has_room = len(weights.gate_up.own) > exchange.num_own
         function = partial(_FillRoom.apply, self, exchange.num_own) if has_room else partial(_GetClones.apply, self)
         x_SD, *tensors = function(x_SD, exchange.experts_Pc, self.after(exchange), *weights.tensors())
-        return x_SD, ExpertWeights.of(tensors, weights.names())
+        return use._replace(weights=weights.with_tensors(tensors), rows=x_SD)
 
     def after(self, exchange: CloningExchange) -> Tensor:
         """A tensor, beside the rows, that orders the weights after the exchanges before theirs; none by default."""

@@ -159,7 +159,7 @@ class FusedMLP:
         if pending is None:
             return weights, None
         tensors, delay = pending.delay(*weights.tensors())
-        return ExpertWeights.of(tensors, weights.names())._replace(codes=weights.codes), delay
+        return weights.with_tensors(tensors), delay
 
     def __deepcopy__(self, memo: object) -> "FusedMLP":
         """A copied layer has the same MLP."""

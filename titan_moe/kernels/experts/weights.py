@@ -1,4 +1,4 @@
-"""The parameters of all experts that a rank computes, as one value.
+"""The parameters of all experts that a rank computes, as one value, and what is done to it before it is used.
 
 e own experts · c clones of other ranks' experts · F hidden width · D width of a row
 
@@ -9,7 +9,8 @@ tensor [e + c, ...] with them (dispatch/clones/weights.py).
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,12 +55,14 @@ class ExpertWeights(NamedTuple):
     down_bias: ExpertParameter | None = None
     """[e, D]."""
     codes: tuple[Tensor, ...] = ()
-    """The weights in the format of the MLP, as its operations take them, where they are made once for several uses. The
-    contents of the parameters are then not read."""
+    """The weights in the format of the MLP, as its operations take them, where they are made once for several uses, or
+    stored. The contents of the parameters are then not read."""
+    factors: tuple[Tensor, ...] = ()
+    """Low-rank factors beside the matrices, for an MLP that applies them to rows."""
 
     def names(self) -> tuple[str, ...]:
         """The parameters that are not None."""
-        parameters = zip(self._fields[:-1], self[:-1], strict=True)
+        parameters = zip(self._fields[:-2], self[:-2], strict=True)
         return tuple([name for name, parameter in parameters if parameter is not None])
 
     def tensors(self) -> list[Tensor]:
@@ -75,12 +78,16 @@ class ExpertWeights(NamedTuple):
         pieces = zip(own, clones, strict=True) if clones else [(tensor,) for tensor in own]
         return ExpertWeights(**{name: ExpertParameter(*both) for name, both in zip(names, pieces, strict=True)})
 
+    def with_tensors(self, tensors: Tensors) -> "ExpertWeights":
+        """The same with other `tensors`, which may include clones."""
+        return ExpertWeights.of(tensors, self.names())._replace(codes=self.codes, factors=self.factors)
+
     def join(self) -> "ExpertWeights":
         """Join each parameter."""
         return ExpertWeights.of([parameter.join() for parameter in self._parameters()], self.names())
 
     def _parameters(self) -> list[ExpertParameter]:
-        return [parameter for parameter in self[:-1] if parameter is not None]
+        return [parameter for parameter in self[:-2] if parameter is not None]
 
     def split(self, joined: Tensors) -> list[Tensor]:
         """Gradients of joined parameters -> those of `tensors`."""
@@ -88,3 +95,28 @@ class ExpertWeights(NamedTuple):
             return list(joined)
         num_own = self.gate_up.own.shape[0]
         return [*(grad[:num_own] for grad in joined), *(grad[num_own:] for grad in joined)]
+
+
+class ExpertUse(NamedTuple):
+    """One use of experts."""
+
+    weights: ExpertWeights
+    rows: Tensor | None = None
+    """The dispatcher's rows, if they have arrived. They pass through a transform that communicates after them."""
+    exchange: Any = None
+    """The dispatcher's, with the rows."""
+
+
+WeightTransform = Callable[[ExpertUse], ExpertUse]
+"""A step on the way from parameters to what an MLP reads; differentiable."""
+
+
+@dataclass(frozen=True)
+class EachWeight:
+    """The transform that maps each parameter by itself."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, use: ExpertUse) -> ExpertUse:
+        weights = use.weights
+        return use._replace(weights=weights.with_tensors([self.function(tensor) for tensor in weights.tensors()]))
