@@ -55,7 +55,10 @@ def test_auto_takes_clones_where_they_pay(
         ("--precision.master=bf16 --precision.reduce=bf16", "precision.compute is precision.master"),
         ("--parallel.pp=2 --parallel.ep=4", "microbatches in flight share the copies"),
         ("--memory.recompute=block", "recomputation would fetch the weights of clones again"),
-        ("--precision.experts=fp8_rowwise", "experts in fp8 have no clones"),
+        (
+            "--precision.experts=fp8_rowwise --train.micro_batch_sequences=2",
+            "a rank's experts compute 1.9 TFLOP for a microbatch in a layer, and clones may pay from 2.8 on",
+        ),
         ("--parallel.expert_rank_capacity_factor=0", "without a capacity bound the host reads nothing after a step"),
     ],
 )
@@ -74,7 +77,10 @@ def test_check_says_what_replica_slots_take() -> None:
     assert "\nclones" not in describe(without, 8)
 
 
-@pytest.mark.parametrize(("name", "pays_from"), [("qwen3_30b_a3b", "1.11"), ("mixtral_8x7b", "1.19")])
-def test_check_says_from_which_load_on_replica_slots_are_used(name: str, pays_from: str) -> None:
-    recipe = load_recipe(RECIPES / f"{name}.toml", ["--parallel.expert_clones=auto"])
+@pytest.mark.parametrize(
+    ("name", "experts", "pays_from"),
+    [("qwen3_30b_a3b", "format", "1.11"), ("mixtral_8x7b", "format", "1.19"), ("qwen3_30b_a3b", "fp8_rowwise", "1.11")],
+)
+def test_check_says_from_which_load_on_replica_slots_are_used(name: str, experts: str, pays_from: str) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.toml", ["--parallel.expert_clones=auto", f"--precision.experts={experts}"])
     assert f"used while the busiest rank has more than {pays_from} times the mean load" in describe(recipe, 8)

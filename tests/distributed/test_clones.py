@@ -155,7 +155,7 @@ def train_in_phases(run: Recipe, phases: list[str], cost: int = 0) -> SimpleName
     with (
         mock.patch.multiple(clone_control, **quick),
         mock.patch.object(clones, "COST_SLOTS", 0),
-        mock.patch.object(build, "COST_SLOTS", cost),
+        mock.patch.object(build, "cost_slots", lambda recipe: cost),
         nullcontext() if is_compiled else mock.patch.object(CloningDispatcher, "_plan", plan),
         nullcontext() if is_compiled else mock.patch.object(CloneWeights, "__call__", exchange_weights),
     ):

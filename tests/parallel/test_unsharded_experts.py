@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.kernels.choose import ACCUMULATE
+from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
 from titan_moe.kernels.optim.accumulate import accumulate, accumulate_reference
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.unsharded_experts import UnshardedWeights, caching_casts, use_unsharded_experts
@@ -122,6 +124,16 @@ def test_copies_serve_for_a_step_or_for_one_use(mesh) -> None:
                 assert torch.equal(cast(experts), 2 * first), "a validation sees the weights of now"
         with caching_casts(experts):
             assert torch.equal(serve(experts, 2), 2 * first)
+
+
+def test_codes_leave_copies_unread_but_where_clones_follow_them(mesh) -> None:
+    slots = ReplicaSlots(1)
+    transform = UnshardedWeights(torch.bfloat16, FP8_ROWWISE, keeps=True, accumulate=accumulate_reference, room=slots)
+    master = built(mesh, torch.bfloat16, keeps=True).down
+    assert transform.has_codes and transform.cast(master).untyped_storage().nbytes() == 2
+    slots.are_used = True
+    copy = transform.cast(master)
+    assert not transform.has_codes and len(copy) == 3 and torch.equal(copy[:2], master.to_local().bfloat16())
 
 
 def test_a_microbatch_alone_keeps_its_copies(mesh) -> None:

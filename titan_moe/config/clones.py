@@ -25,6 +25,8 @@ MIN_SLOTS = 5_000
 MIN_TFLOP = 1.4
 """Operations of a rank's experts for a microbatch in a layer from which clones may pay, an estimate: barriers and
 launches take 0.5 to 0.9 ms of an exchange, with clones or without."""
+RATE_IN_FP8 = 2
+"""Operations of experts in fp8 in the time of one in bf16: the costs above are as many times more of these."""
 PAYS_FROM = 1.1
 """Load of the busiest rank over the mean from which clones save more than they take (tools/results/clones.md)."""
 
@@ -37,7 +39,16 @@ def num_clones(recipe: Recipe) -> int:
 
 def clones_pay_from(recipe: Recipe) -> float:
     """Return the load of the busiest rank over the mean from which "auto" uses its replica slots."""
-    return PAYS_FROM + COST_SLOTS / expert_slots(recipe)
+    return PAYS_FROM + cost_slots(recipe) / expert_slots(recipe)
+
+
+def cost_slots(recipe: Recipe) -> int:
+    """Return the slots that a clone costs."""
+    return COST_SLOTS * _rate(recipe)
+
+
+def _rate(recipe: Recipe) -> int:
+    return RATE_IN_FP8 if has_native_experts(recipe) else 1
 
 
 def _tflop_of_a_rank(recipe: Recipe) -> float:
@@ -57,12 +68,13 @@ def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield "no experts are on other ranks"
     if not p.facts.shares_memory_of_ep:
         yield f'dispatcher = "{p.dispatcher}" would send the weights of clones by collectives'
-    if (num_slots := expert_slots(recipe)) < MIN_SLOTS:
-        yield f"a microbatch has {num_slots:,} expert slots a rank, and clones may pay from {MIN_SLOTS:,} on"
-    if (tflop := _tflop_of_a_rank(recipe)) < MIN_TFLOP:
+    min_slots, min_tflop = MIN_SLOTS * _rate(recipe), MIN_TFLOP * _rate(recipe)
+    if (num_slots := expert_slots(recipe)) < min_slots:
+        yield f"a microbatch has {num_slots:,} expert slots a rank, and clones may pay from {min_slots:,} on"
+    if (tflop := _tflop_of_a_rank(recipe)) < min_tflop:
         yield (
             f"a rank's experts compute {tflop:.2g} TFLOP for a microbatch in a layer, and clones may pay from "
-            f"{MIN_TFLOP:g} on"
+            f"{min_tflop:g} on"
         )
     # a GEMM takes own weights and clones as one tensor: without room behind a copy of own weights, it copies them again
     if not resolve(p, world_size).experts_are_unsharded(recipe.precision):
@@ -73,8 +85,6 @@ def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield "microbatches in flight share the copies of a rank's own weights, and have different clones"
     if recipe.memory.recompute != "none":
         yield "recomputation would fetch the weights of clones again"
-    if has_native_experts(recipe):
-        yield "experts in fp8 have no clones"
     if not (p.has_auto_capacity or p.fixed_capacity_factor):
         yield "without a capacity bound the host reads nothing after a step, so it would not see the imbalance"
 

@@ -141,8 +141,8 @@ class ParallelConfig:
     experts are cloned for every exchange in which a rank has more than 1.05 times the mean load and exceeds it by more
     slots than a clone costs. A rank receives up to as many experts of a layer in forward as it has replica slots, and
     sends as many gradients in backward. It means "off", and `titan-moe check` says so, without shared memory in an ep
-    group; with microbatches that are small or in flight together; with experts that are sharded, in fp8, recomputed or
-    in precision.master; and without a capacity bound.
+    group; with microbatches that are small or in flight together; with experts that are sharded, recomputed or in
+    precision.master; and without a capacity bound.
     """
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs

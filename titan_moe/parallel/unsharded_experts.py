@@ -56,9 +56,11 @@ class UnshardedWeights:
 
     @property
     def has_codes(self) -> bool:
-        """Whether codes stand for weights, whose copies are not read then. A graph has no cache, and without gradients
-        a copy could be stale: there codes are made of the weights anew."""
-        return self.format.is_rounded and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        """Whether codes stand for weights, whose copies are not read then. Where clones follow the weights, codes are
+        made of both, for each use. A graph has no cache, and without gradients a copy could be stale: there they are
+        made of the weights anew."""
+        has_cache = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        return self.format.is_rounded and has_cache and not self.room.number_in_use
 
     def cast(self, weight: Tensor) -> Tensor:
         """Master parameter -> plain tensor in compute's dtype. A copy that is not read has no memory."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
-from titan_moe.config.clones import COST_SLOTS, clones_pay_from, num_clones
+from titan_moe.config.clones import clones_pay_from, cost_slots, num_clones
 from titan_moe.config.context import ring_backend
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig
@@ -203,7 +203,7 @@ def build_parts(
 
 def replica_slots(recipe: Recipe) -> ReplicaSlots:
     """The replica slots of all layers, which are not used at first."""
-    return ReplicaSlots(num_clones(recipe), cost=COST_SLOTS)
+    return ReplicaSlots(num_clones(recipe), cost=cost_slots(recipe))
 
 
 def delays_weight_grads(recipe: Recipe) -> bool:

@@ -75,10 +75,16 @@ def check_both(answers: list[Any], routings: tuple[str, ...] = ROUTINGS) -> None
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("routings", "most_slots"), [(ROUTINGS[1:2], 0.0), (ROUTINGS, 8.0)], ids=["0.0", "8.0"])
-def test_files_carry_rows_in_fp8(ranks: Any, tmp_path: Path, routings: tuple[str, ...], most_slots: float) -> None:
-    """Sums that leave early, and those that do not, of a skewed routing alone, as in symm_mem/test_fused.py."""
-    check_both(ranks(2, fused.run_both, str(tmp_path), routings, 0, most_slots, FusedMLP(FP8_ROWWISE)), routings)
+@pytest.mark.parametrize(
+    ("routings", "num_replicas", "most_slots"), [(ROUTINGS[1:2], 1, 0.0), (ROUTINGS, 0, 8.0)], ids=["clones", "8.0"]
+)
+def test_files_carry_rows_in_fp8(
+    ranks: Any, tmp_path: Path, routings: tuple[str, ...], num_replicas: int, most_slots: float
+) -> None:
+    """Sums that leave early, and those that do not, of a skewed routing alone, as in symm_mem/test_fused.py; these with
+    clones."""
+    args = num_replicas, most_slots, FusedMLP(FP8_ROWWISE)
+    check_both(ranks(2, fused.run_both, str(tmp_path), routings, *args), routings)
 
 
 @pytest.mark.few("rounded_weight_gradients")
@@ -129,8 +135,9 @@ def test_gpus_carry_rows_with_scales_of_blocks(ranks_of_a_size: Any, num_ranks: 
 
 
 @fused.with_gpus
-def test_gpus_carry_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int) -> None:
-    check_both(ranks_of_a_size(num_ranks, fused.run_both, None, ROUTINGS, 0, 8.0, FusedMLP(FP8_ROWWISE)))
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_gpus_carry_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int, num_replicas: int) -> None:
+    check_both(ranks_of_a_size(num_ranks, fused.run_both, None, ROUTINGS, num_replicas, 8.0, FusedMLP(FP8_ROWWISE)))
 
 
 @fused.with_gpus

@@ -13,19 +13,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights
 
-EXPERTS, OWN, WIDTH, HIDDEN = 5, 3, 64, 40
+EXPERTS, OWN, WIDTH, HIDDEN = 5, 3, 64, 48
 WITH_BIASES = (*MATRICES, "gate_up_bias", "down_bias")
 
 
 def cases() -> list[Any]:
     """Every MLP wherever it runs, eager and compiled; the one in Triton also as it runs wide experts."""
     found = []
-    for kernels in ("grouped_mm", "reference", "biased", "fused", "wide"):
+    for kernels in ("grouped_mm", "reference", "biased", "fused", "wide", "fp8"):
         for is_compiled in (False, True):
-            name, is_triton = f"{kernels}-{'compiled' if is_compiled else 'eager'}", kernels in ("fused", "wide")
+            name, is_triton = f"{kernels}-{'compiled' if is_compiled else 'eager'}", kernels in ("fused", "wide", "fp8")
             if not (is_triton and is_compiled):
                 marks = [pytest.mark.interpreted] if is_triton else []
                 found.append(pytest.param(kernels, is_compiled, "cpu", id=f"{name}-cpu", marks=marks))
@@ -42,6 +44,8 @@ def names(kernels: str) -> tuple[str, ...]:
 def mlp(kernels: str, monkeypatch: pytest.MonkeyPatch) -> ExpertMLP:
     if kernels == "wide":
         monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", 1)
+    if kernels == "fp8":
+        return FusedMLP(FP8_ROWWISE)
     return choose_expert_mlp({"wide": "fused", "biased": "grouped_mm"}.get(kernels, kernels), "activation")
 
 

@@ -282,7 +282,9 @@ def test_autograd_keeps_parameters_where_codes_were_not_given() -> None:
     assert len(kept) == 2
 
 
-def test_experts_with_biases_or_clones_are_refused() -> None:
+def test_experts_with_biases_or_with_clones_beside_codes_are_refused() -> None:
     weight = ExpertParameter(torch.zeros(2, 2, 16, 16), torch.zeros(1, 2, 16, 16))
-    with pytest.raises(ValueError, match='no biases and no clones; take precision.experts = "compute"'):
-        FP8_ROWWISE.operands(ExpertWeights(weight, weight))
+    with pytest.raises(ValueError, match='no biases; take precision.experts = "compute"'):
+        FP8_ROWWISE.operands(ExpertWeights(weight, weight, down_bias=weight))
+    with pytest.raises(ValueError, match="codes stand for weights here, and clones are of weights"):
+        FP8_ROWWISE.operands(ExpertWeights(weight, weight, codes=(weight.own,)))

@@ -34,7 +34,8 @@ from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles
 from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights, Tensors
 
-NUM_PARAMETERS = len(MATRICES)
+NUM_CODES = 8
+"""Tensors of codes and scales, of both weights, both ways."""
 
 
 @torch.library.custom_op("titan_moe::quantize_experts", mutates_args=())
@@ -54,15 +55,20 @@ def _by_direction(ways: Iterable[list[WeightCodes]]) -> list[Tensor]:
     return [tensor for both in zip(*ways, strict=True) for tensor in QuantizedExperts(*both).tensors()]
 
 
+def parameters_of(weights: Tensors) -> ExpertWeights:
+    """Those of `Fp8Format.operands`, which codes may follow."""
+    return ExpertWeights.of(weights[: len(weights) % NUM_CODES])
+
+
 def codes_of(weights: Tensors, columns: int = WHOLE_ROW, *, for_backward: bool = False) -> QuantizedExperts:
     """The codes of `Fp8Format.operands`, for one direction. Where they were not made before, they are made for each
     use: so autograd keeps the parameters, which FSDP frees after forward and gathers again, and no codes of all
     layers."""
-    own, codes = weights[:NUM_PARAMETERS], weights[NUM_PARAMETERS:]
-    if codes:
-        half = len(codes) // 2
-        return QuantizedExperts.of(codes[half:] if for_backward else codes[:half])
-    both = own[0].detach().flatten(1, 2), own[1].detach()
+    if len(weights) > NUM_CODES:
+        stored, transposed = weights[-NUM_CODES : -NUM_CODES // 2], weights[-NUM_CODES // 2 :]
+        return QuantizedExperts.of(transposed if for_backward else stored)
+    gate_up, down = (weight.detach() for weight in parameters_of(weights).join().tensors())
+    both = gate_up.flatten(1, 2), down
     return QuantizedExperts(*(quantize_one_way(weight, columns, transposed=for_backward) for weight in both))
 
 
@@ -148,9 +154,10 @@ class Fp8Format(ExpertFormat):
         return _quantize_experts(gate_up, down, is_bf16, self.columns)
 
     def operands(self, weights: ExpertWeights) -> list[Tensor]:
-        """Own weights, for their gradients, and their codes if they were made before.
+        """Weights, for their gradients, and codes if they were made before: these are of own weights alone.
 
-        Raises: ValueError for experts with biases or clones, or whose widths are no multiples of a block's columns.
+        Raises: ValueError for experts with biases, or with clones beside codes, or whose widths are no multiples of a
+            block's columns.
         """
         columns = self.columns
         if columns and any(width % columns for width in weights.down.own.shape[1:]):
@@ -159,12 +166,15 @@ class Fp8Format(ExpertFormat):
                 f"experts in fp8_blockwise need widths that are multiples of {columns}, not {width} and {hidden}; take "
                 'precision.experts = "fp8_rowwise", or precision.backend = "emulated"'
             )
-        if weights.names() != MATRICES or weights.gate_up.clones is not None:
-            raise ValueError('experts in fp8 have no biases and no clones; take precision.experts = "compute"')
-        return [weights.gate_up.own, weights.down.own, *weights.codes]
+        if weights.names() != MATRICES:
+            raise ValueError('experts in fp8 have no biases; take precision.experts = "compute"')
+        if weights.codes and weights.gate_up.clones is not None:
+            raise ValueError("codes stand for weights here, and clones are of weights; leave one out")
+        return [*weights.tensors(), *weights.codes]
 
     def split(self, weights: Tensors, joined: Tensors) -> list[Tensor | None]:
-        return [*joined, *(None,) * (len(weights) - NUM_PARAMETERS)]
+        parameters = parameters_of(weights).split(joined)
+        return [*parameters, *(None,) * (len(weights) - len(parameters))]
 
     def passes(self, weights: Tensors, direction: Direction | None = None) -> Fp8Passes:
         passes = Fp8Passes(self, weights)
