@@ -20,9 +20,9 @@ from random_routing import draw_plan
 from torch import Tensor
 
 from titan_moe.kernels.experts.fp8.packed import BLOCK
+from titan_moe.kernels.experts.fp8.passes import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
 from titan_moe.kernels.experts.fp8.rows import quantize_rows, unpack
-from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import BLOCK_CUT as BLOCK_WEIGHT_GRAD_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way

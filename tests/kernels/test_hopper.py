@@ -15,10 +15,10 @@ from titan_moe.kernels.experts.fp8 import transposed as fp8_transposed
 from titan_moe.kernels.experts.fp8.block_mm import block_mm
 from titan_moe.kernels.experts.fp8.block_weight_grad import block_weight_grad
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, packed_width
+from titan_moe.kernels.experts.fp8.passes import BLOCK_CUT
+from titan_moe.kernels.experts.fp8.passes import CUT as FP8_CUT
 from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
 from titan_moe.kernels.experts.fp8.rows import quantize_apart, quantize_rows, unpack_rows
-from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
-from titan_moe.kernels.experts.fp8.stages import CUT as FP8_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad as fp8_weight_grad
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way, quantize_weight
 from titan_moe.kernels.experts.gather_mm import gather_mm

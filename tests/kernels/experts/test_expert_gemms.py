@@ -10,7 +10,7 @@ from support import arenas
 from support.kernel_samples import SAMPLES, sample_plans
 from torch import Tensor
 
-from titan_moe.kernels.experts import stages
+from titan_moe.kernels.experts import passes
 from titan_moe.kernels.experts import swiglu_backward as swiglu_backward_file
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
@@ -125,7 +125,7 @@ def test_wide_experts_gather_first(
         torch._dynamo.reset()
         results = []
         for run, width in ((op, 10_000), (op, 0), (compiled, 0)):
-            monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", width)
+            monkeypatch.setattr(passes, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", width)
             inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
             y_SD = run(*inputs, *sample.args[4:])
             results.append([y_SD.detach(), *torch.autograd.grad(y_SD, inputs, torch.ones_like(y_SD))])
@@ -211,12 +211,12 @@ def test_rows_and_pre_activations_may_be_those_of_several_layers(
 def test_weight_gradients_of_rows_of_several_layers(
     gathers_from: int, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", gathers_from)
+    monkeypatch.setattr(passes, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", gathers_from)
     rows_R, offsets_e, _ = plan("random", device)
     x_SD, dy_SD = torch.randn(2, 17, WIDTH, device=device, dtype=dtype)
     factors = [torch.randn(rows_R.numel(), width, device=device, dtype=dtype) for width in (2 * HIDDEN, HIDDEN)]
-    expected = stages.dw(dy_SD, x_SD, rows_R, offsets_e, *factors)
-    grads = stages.dw(dy_SD, arenas.surround(x_SD, arenas.ROW), rows_R, offsets_e, *factors, arenas.base(device))
+    expected = passes.dw(dy_SD, x_SD, rows_R, offsets_e, *factors)
+    grads = passes.dw(dy_SD, arenas.surround(x_SD, arenas.ROW), rows_R, offsets_e, *factors, arenas.base(device))
     assert all(torch.equal(grad, other) for grad, other in zip(grads, expected, strict=True))
 
 
@@ -226,7 +226,7 @@ def test_delayed_weight_gradients_have_the_bits_of_those_at_once(
     gathers_from: int, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they need is in tensors of its own, or in those of several layers."""
-    monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", gathers_from)
+    monkeypatch.setattr(passes, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", gathers_from)
     rows_R, offsets_e, num_experts = plan("random", device)
     num_slots, base = rows_R.numel(), arenas.base(device)
     x_SD, dy_SD = torch.randn(2, 17, WIDTH, device=device, dtype=dtype)
@@ -235,8 +235,8 @@ def test_delayed_weight_gradients_have_the_bits_of_those_at_once(
     weights = ExpertWeights(ExpertParameter(down), ExpertParameter(down))
     slots = ExpertSlots(rows_R, rows_R[:0], torch.rand(num_slots, device=device), offsets_e)
     tiles = plan_tiles(offsets_e, num_slots, 128)
-    *gradients, _ = stages.d_down(dy_SD, slots, weights, hidden_R2F, tiles)
-    expected = stages.dw(dy_SD, x_SD, rows_R, offsets_e, *gradients)
+    *gradients, _ = passes.d_down(dy_SD, slots, weights, hidden_R2F, tiles)
+    expected = passes.dw(dy_SD, x_SD, rows_R, offsets_e, *gradients)
     dactive_RF = hidden_R2F.new_full((num_slots, HIDDEN), float("nan"))
     for bases in ((), (base, base)):
         x, dy, hidden, dactive = x_SD, dy_SD, hidden_R2F, dactive_RF
@@ -244,8 +244,8 @@ def test_delayed_weight_gradients_have_the_bits_of_those_at_once(
             x, dy = (arenas.surround(rows, arenas.ROW) for rows in (x, dy))
             hidden, dactive = (arenas.surround(of_slots, arenas.SLOT) for of_slots in (hidden, dactive))
         places = dict(zip(("base", "delayed"), bases, strict=False))
-        stages.d_down(dy, slots, weights, hidden, tiles, dactive_RF=dactive, **places)
-        assert all(map(torch.equal, stages.delayed_dw(dy, x, slots, dactive, hidden, *bases), expected)), bases
+        passes.d_down(dy, slots, weights, hidden, tiles, dactive_RF=dactive, **places)
+        assert all(map(torch.equal, passes.delayed_dw(dy, x, slots, dactive, hidden, *bases), expected)), bases
 
 
 def test_a_base_needs_the_tensor_that_it_is_a_place_in() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from titan_moe.kernels.choose import choose_expert_mlp
-from titan_moe.kernels.experts import stages
+from titan_moe.kernels.experts import passes
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
@@ -43,7 +43,7 @@ def names(kernels: str) -> tuple[str, ...]:
 @pytest.fixture
 def mlp(kernels: str, monkeypatch: pytest.MonkeyPatch) -> ExpertMLP:
     if kernels == "wide":
-        monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", 1)
+        monkeypatch.setattr(passes, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", 1)
     if kernels == "fp8":
         return FusedMLP(FP8_ROWWISE)
     return choose_expert_mlp({"wide": "fused", "biased": "grouped_mm"}.get(kernels, kernels), "activation")

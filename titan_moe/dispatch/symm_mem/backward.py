@@ -23,8 +23,8 @@ from titan_moe.kernels.delayed_weight_grads import DelayedWeightGrads
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.format import Passes, Work
 from titan_moe.kernels.experts.formats import FORMATS
+from titan_moe.kernels.experts.passes import flops_of_a_pass
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import Tensors

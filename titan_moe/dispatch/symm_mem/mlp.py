@@ -25,9 +25,9 @@ from titan_moe.dispatch.symm_mem.dispatcher import known_plan
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.format import ExpertFormat, Passes, Work
 from titan_moe.kernels.experts.formats import FORMATS
+from titan_moe.kernels.experts.passes import flops_of_a_pass
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import Tensors

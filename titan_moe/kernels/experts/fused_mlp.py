@@ -8,7 +8,7 @@ beside the GEMMs. Here rows are gathered inside the GEMMs that read them, SwiGLU
 remains are the two gather-sums and one pass back through SwiGLU. Kept for backward are x and the pre-activation,
 2·S·D + 4·R·F bytes in bf16; no permuted row, no activation, no expert output. After SonicMoE (arXiv:2512.14080) and
 Megatron's memory-efficient permutation (arXiv:2603.07685 section 4.1.2). The reference is the composite of
-composite_mlp.py, the sequence of stages.py.
+composite_mlp.py, the sequence of passes.py.
 
 The operations take named tuples as lists of their tensors.
 """
@@ -29,10 +29,10 @@ from titan_moe.kernels.experts.format import ExpertFormat, Work
 from titan_moe.kernels.experts.formats import FORMATS
 from titan_moe.kernels.experts.fp8.format import FORMATS as FP8_FORMATS
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
+from titan_moe.kernels.experts.passes import flops_of_a_pass
 from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import ExpertParameter, ExpertWeights, Tensors

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
-from titan_moe.kernels.experts import stages
+from titan_moe.kernels.experts import passes
 from titan_moe.kernels.experts.format import Direction, ExpertFormat, Work
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
@@ -17,15 +17,15 @@ from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights, Tensors
 
 @dataclass(frozen=True)
 class PlainPasses:
-    """The passes of stages.py. A pass joins clones to own weights for itself, where they are not joined yet."""
+    """Those of passes.py. A pass joins clones to own weights for itself, where they are not joined yet."""
 
     weights: ExpertWeights
 
     def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None = None) -> Tensor:
-        return stages.up(x_SW, work.slots, self.weights, work.tiles, work.schedule, hidden, base)[1]
+        return passes.up(x_SW, work.slots, self.weights, work.tiles, work.schedule, hidden, base)[1]
 
     def down(self, active: Tensor, work: Work, *, in_triton: bool = False) -> Tensor:
-        return stages.down(active, work.slots, self.weights, _gemm(work, in_triton))
+        return passes.down(active, work.slots, self.weights, _gemm(work, in_triton))
 
     def d_down(
         self,
@@ -37,16 +37,16 @@ class PlainPasses:
         dactive: Tensor | None = None,
         delayed: Tensor | None = None,
     ) -> tuple[Tensors, Tensor]:
-        *gradients, dscores_R = stages.d_down(
+        *gradients, dscores_R = passes.d_down(
             dy_SW, work.slots, self.weights, hidden, work.tiles, work.schedule, base, dactive, delayed
         )
         return gradients, dscores_R
 
     def d_up(self, gradients: Tensors, work: Work, *, in_triton: bool = False) -> Tensor:
-        return stages.d_up(gradients[0], work.slots, self.weights, _gemm(work, in_triton))
+        return passes.d_up(gradients[0], work.slots, self.weights, _gemm(work, in_triton))
 
 
-def _gemm(work: Work, in_triton: bool) -> stages.SlotGemm:
+def _gemm(work: Work, in_triton: bool) -> passes.SlotGemm:
     if work.schedule is None and not in_triton:
         return F.grouped_mm
     return lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, work.tiles, schedule=work.schedule)
@@ -91,13 +91,13 @@ class PlainFormat(ExpertFormat):
         base: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dhidden_R2F, active_RF = gradients
-        return stages.dw(dy_SW, x_SW, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF, base)
+        return passes.dw(dy_SW, x_SW, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF, base)
 
     def delayed_dw(
         self, dy_SW: Tensor, x_SW: Tensor, slots: ExpertSlots, tiles: Any, dactive: Tensor, hidden: Tensor,
         base: Tensor | None, delayed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return stages.delayed_dw(dy_SW, x_SW, slots, dactive, hidden, base, delayed)
+        return passes.delayed_dw(dy_SW, x_SW, slots, dactive, hidden, base, delayed)
 
 
 PLAIN = PlainFormat(GemmFormats())

@@ -9,7 +9,7 @@ T tokens · I input width · O output width
 For dW the scales of both rows of a token move to the codes of dy, and one scale remains, the largest product of a
 token. All are powers of two: only codes that fall below the smallest one are rounded again, as with experts
 (kernels/experts/fp8/transposed.py). So x and dy are quantised once, by rows, and their codes transposed. Sums of the
-matrix units have about 14 bits (kernels/experts/fp8/stages.py).
+matrix units have about 14 bits (kernels/experts/fp8/passes.py).
 
 Physics: the GEMMs have twice the rate of bf16; passes read and write (3 + 2)·T·(I + O) bytes. Kept for backward are
 codes and scales of x, half of bf16's bytes. References of the casts are in transposed.py here, and in rows.py and

@@ -6,7 +6,7 @@ T tokens · I input width · O output width · i, o blocks of 128 along them · 
     dx = dy · W    sums over O; a scale for 1 x 128 of dy, for the same 128 x 128 of W
     dW = dyᵀ · x   sums over T; a scale for 128 tokens of a column of both
 
-The layer is one expert that gets all tokens: casts and GEMMs are those of experts (kernels/experts/fp8/stages.py), on
+The layer is one expert that gets all tokens: casts and GEMMs are those of experts (kernels/experts/fp8/passes.py), on
 Hopper block_mm.py and block_weight_grad.py. Products of 128 leave the matrix units and are added in fp32. For dW the
 codes of x and dy are rounded again along tokens (kernels/experts/fp8/requantized.py); all scales are powers of two, so
 only codes that fall below the smallest one change. kernels/formats/linear.py, the definition of "fp8_blockwise", rounds
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.experts.fp8.packed import BLOCK
+from titan_moe.kernels.experts.fp8.passes import sum_over_slots, times_weight
 from titan_moe.kernels.experts.fp8.requantized import requantized_slots
 from titan_moe.kernels.experts.fp8.rows import quantize_apart
-from titan_moe.kernels.experts.fp8.stages import sum_over_slots, times_weight
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.linear.quantized import linear_op, linear_reference

@@ -18,7 +18,7 @@ from titan_moe.plan.pipeline.places import ArenaPlaces
 SCALE_BYTES = 16
 """The scales behind the codes of a row or slot in fp8 take a multiple of this (kernels/experts/fp8/packed.py)."""
 GATHERS_FROM = 2048
-"""Hidden width of experts from which slots are copied before weight gradients (kernels/experts/stages.py)."""
+"""Hidden width of experts from which slots are copied before weight gradients (kernels/experts/passes.py)."""
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:

@@ -8,9 +8,9 @@ from torch import Tensor
 from titan_moe.kernels.experts.fp8.block_mm import block_mm, has_roles
 from titan_moe.kernels.experts.fp8.block_weight_grad import block_weight_grad
 from titan_moe.kernels.experts.fp8.packed import BLOCK
+from titan_moe.kernels.experts.fp8.passes import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
 from titan_moe.kernels.experts.fp8.rows import quantize_rows, unpack
-from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way
 from titan_moe.kernels.experts.gather_mm import gather_mm

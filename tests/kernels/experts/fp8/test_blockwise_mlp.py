@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
-from titan_moe.kernels.experts.fp8 import stages
+from titan_moe.kernels.experts.fp8 import passes
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_BLOCKWISE_PLAIN_WGRAD
 from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW, codes_width, packed_width
 from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
@@ -113,24 +113,24 @@ def test_each_product_is_that_of_the_emulation_and_near_fp64(name: str, device: 
         assert decibels(exact[:n], actual[:n]) > FLOOR_DB
 
     x, dy = quantize_rows(x_SD, BLOCK), quantize_rows(dy_SD, BLOCK)
-    hidden_R2F = stages._gather_mm(x, slots, of.gate_up, tiles, None)
+    hidden_R2F = passes._gather_mm(x, slots, of.gate_up, tiles, None)
     check(hidden_R2F, x_SD[rows], own[0])
-    active, kept = stages.up(x, slots, of, tiles)
+    active, kept = passes.up(x, slots, of, tiles)
     gate, up = hidden_R2F[:n].double().chunk(2, dim=1)
     exact_RF = torch.nn.functional.silu(gate) * up * slots.scores_R[:n, None].double()
     active_RF = active.codes_RF.float() * spread(active.scales)
     assert decibels(exact_RF, active_RF[:n]) > FLOOR_DB + 2
     assert decibels(hidden_R2F[:n], dequantize_rows(kept, BLOCK)[:n]) > FLOOR_DB + 2
     assert torch.equal(swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, columns=BLOCK)[1][:n], active.scales[:n])
-    check(stages.down(active, of, tiles), active_RF, own[1])
+    check(passes.down(active, of, tiles), active_RF, own[1])
 
-    gradients, _ = stages.d_down(dy, x, slots, of_back, kept, tiles)
-    plain, _ = stages.d_down(dy, x, slots, of_back, kept, tiles, rounds_weight_gradients=False)
+    gradients, _ = passes.d_down(dy, x, slots, of_back, kept, tiles)
+    plain, _ = passes.d_down(dy, x, slots, of_back, kept, tiles, rounds_weight_gradients=False)
     check(plain.dactive_RF, dy_SD[rows], own[1].mT)
     dhidden_R2F = gradients.codes_R2F.float() * spread(gradients.scales)
-    check(stages.d_up(gradients, of_back, tiles), dhidden_R2F, own[0].mT)
+    check(passes.d_up(gradients, of_back, tiles), dhidden_R2F, own[0].mT)
 
-    dgate_up, ddown = stages.dw(dy, x, slots, gradients, tiles)
+    dgate_up, ddown = passes.dw(dy, x, slots, gradients, tiles)
     again_RF = gradients.active_RF.float() * spread(gradients.factors)
     begins = [0, *slots.offsets_e.tolist()]
     factors = (
@@ -152,7 +152,7 @@ def test_cuts_give_the_same_bits(device: str, dtype: torch.dtype, monkeypatch: p
     case = draw("random", device, dtype, 3 * BLOCK)
     results = []
     for outputs in (BLOCK, 2 * BLOCK):
-        monkeypatch.setattr(stages, "BLOCK_CUT", stages.BLOCK_CUT._replace(outputs=outputs))
+        monkeypatch.setattr(passes, "BLOCK_CUT", passes.BLOCK_CUT._replace(outputs=outputs))
         results.append(run(BLOCKWISE_MLPS[0], case))
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 

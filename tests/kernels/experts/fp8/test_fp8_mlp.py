@@ -10,16 +10,16 @@ from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
-from titan_moe.kernels.experts.fp8 import stages
+from titan_moe.kernels.experts.fp8 import passes
 from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE, FP8_ROWWISE_PLAIN_WGRAD, Fp8Format, codes_of
 from titan_moe.kernels.experts.fp8.packed import WHOLE_ROW
+from titan_moe.kernels.experts.fp8.passes import QuantizedExperts
 from titan_moe.kernels.experts.fp8.rows import (
     dequantize_rows,
     quantize_rows,
     quantize_rows_reference,
     unpack_rows,
 )
-from titan_moe.kernels.experts.fp8.stages import QuantizedExperts
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
 from titan_moe.kernels.experts.fp8.transposed import transposed_rows
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way, quantize_weight, quantize_weight_reference
@@ -134,7 +134,7 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
         return grouped_mm_reference(left_RI.double(), right_eOI, None, slots.offsets_e)[:n]
 
     x, dy = quantize_rows(x_SD), quantize_rows(dy_SD)
-    _, kept = stages.up(x, slots, of, tiles)
+    _, kept = passes.up(x, slots, of, tiles)
     assert decibels(product(x_SD[rows], gate_up), dequantize_rows(kept)[:n]) > FLOOR_DB  # rounded again, as kept
     exact_R2F = product(x_SD[rows], gate_up).to(dtype)
     full_R2F = exact_R2F.new_zeros(slots.rows_R.numel(), 2 * F)
@@ -143,10 +143,10 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
     gate, up = exact_R2F.double().chunk(2, dim=1)
     active_RF = torch.nn.functional.silu(gate) * up * slots.scores_R[:n, None].double()
     assert decibels(active_RF, codes_RF[:n].float() * scales_R[:n, None]) > FLOOR_DB + 2
-    y_RD = stages.down(stages.Activations(codes_RF, scales_R), of, tiles)[:n]
+    y_RD = passes.down(passes.Activations(codes_RF, scales_R), of, tiles)[:n]
     assert decibels(product(active_RF, down), y_RD) > FLOOR_DB
-    gradients, dscores_R = stages.d_down(dy, x, slots, of_back, kept, tiles)
-    plain, _ = stages.d_down(dy, x, slots, of_back, kept, tiles, rounds_weight_gradients=False)
+    gradients, dscores_R = passes.d_down(dy, x, slots, of_back, kept, tiles)
+    plain, _ = passes.d_down(dy, x, slots, of_back, kept, tiles, rounds_weight_gradients=False)
     assert not len(gradients.dactive_RF) and not len(plain.active_RF)
     assert torch.equal(plain.codes_R2F[:n].float(), gradients.codes_R2F[:n].float())
     dactive_RF = product(dy_SD[rows], down.mT)
@@ -159,9 +159,9 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
     dhidden_R2F = torch.cat([dgate, weighted * gate * sigmoid], dim=1)
     rounded_R2F = gradients.codes_R2F[:n].float() * gradients.scales[:n, None]
     assert decibels(dhidden_R2F, rounded_R2F) > FLOOR_DB
-    dslots_RD = stages.d_up(gradients, of_back, tiles)[:n]
+    dslots_RD = passes.d_up(gradients, of_back, tiles)[:n]
     assert decibels(product(dhidden_R2F, gate_up.mT), dslots_RD) > FLOOR_DB
-    dgate_up, ddown = stages.dw(dy, x, slots, gradients, tiles)
+    dgate_up, ddown = passes.dw(dy, x, slots, gradients, tiles)
     begins = [0, *slots.offsets_e.tolist()]
     for expert, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
         if end == begin:

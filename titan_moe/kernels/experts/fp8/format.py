@@ -25,10 +25,10 @@ from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.format import Direction, ExpertFormat, Work
-from titan_moe.kernels.experts.fp8 import stages
+from titan_moe.kernels.experts.fp8 import passes
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, num_scales, packed_width
+from titan_moe.kernels.experts.fp8.passes import Activations, HiddenGradients, QuantizedExperts
 from titan_moe.kernels.experts.fp8.rows import RESULTS, quantize_rows, unpack_rows
-from titan_moe.kernels.experts.fp8.stages import Activations, HiddenGradients, QuantizedExperts
 from titan_moe.kernels.experts.fp8.weights import WeightCodes, new_codes, quantize_one_way, quantize_weight
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles
@@ -73,7 +73,7 @@ def codes_of(weights: Tensors, columns: int = WHOLE_ROW, *, for_backward: bool =
 
 
 class Fp8Passes:
-    """The passes of stages.py. All GEMMs are Triton's."""
+    """Those of passes.py. All GEMMs are Triton's."""
 
     def __init__(self, format: "Fp8Format", weights: Tensors) -> None:
         self.format, self.weights = format, weights
@@ -89,10 +89,10 @@ class Fp8Passes:
         return codes_of(self.weights, self.format.columns, for_backward=True)
 
     def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None = None) -> Activations:
-        return stages.up(x_SW.view(CODES), work.slots, self.forward, work.tiles, work.schedule, hidden, base)[0]
+        return passes.up(x_SW.view(CODES), work.slots, self.forward, work.tiles, work.schedule, hidden, base)[0]
 
     def down(self, active: Activations, work: Work, *, in_triton: bool = False) -> Tensor:
-        return stages.down(active, self.forward, work.tiles, work.schedule)
+        return passes.down(active, self.forward, work.tiles, work.schedule)
 
     def d_down(
         self,
@@ -106,12 +106,12 @@ class Fp8Passes:
     ) -> tuple[HiddenGradients, Tensor]:
         rows, of_work = (dy_SW.view(CODES), x_SW.view(CODES)), (work.tiles, work.schedule)
         places, rounds = (base, dactive, delayed), self.format.rounds_weight_grads
-        return stages.d_down(
+        return passes.d_down(
             *rows, work.slots, self.backward, hidden, *of_work, *places, rounds_weight_gradients=rounds
         )
 
     def d_up(self, gradients: HiddenGradients, work: Work, *, in_triton: bool = False) -> Tensor:
-        return stages.d_up(gradients, self.backward, work.tiles, work.schedule)
+        return passes.d_up(gradients, self.backward, work.tiles, work.schedule)
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,9 @@ class Fp8Format(ExpertFormat):
         rows, of_hidden = (dy_SW.view(CODES), x_SW.view(CODES), slots), HiddenGradients(*gradients)
         if self.rounds_weight_grads:
             assert tiles is not None, "gradients are rounded by tile"
-            return stages.dw(*rows, of_hidden, tiles, base)
+            return passes.dw(*rows, of_hidden, tiles, base)
         assert hidden is not None, "activations are computed again"
-        return stages.plain_dw(*rows, of_hidden, hidden, base)
+        return passes.plain_dw(*rows, of_hidden, hidden, base)
 
     def delayed_dw(
         self, dy_SW: Tensor, x_SW: Tensor, slots: ExpertSlots, tiles: Tiles | None, dactive: Tensor, hidden: Tensor,
@@ -199,7 +199,7 @@ class Fp8Format(ExpertFormat):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rows = dy_SW.view(CODES), x_SW.view(CODES), slots, dactive, hidden
         rounds = self.rounds_weight_grads
-        return stages.delayed_dw(*rows, tiles, base, delayed, rounds_weight_gradients=rounds, columns=self.columns)
+        return passes.delayed_dw(*rows, tiles, base, delayed, rounds_weight_gradients=rounds, columns=self.columns)
 
 
 ROWWISE, BLOCKWISE = GemmFormats(*("fp8_rowwise",) * 3), GemmFormats(*("fp8_blockwise",) * 3)

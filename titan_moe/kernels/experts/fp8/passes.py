@@ -1,15 +1,15 @@
-"""The stages of the expert MLP in fp8, forward and backward.
+"""The passes of the expert MLP in fp8, forward and backward.
 
 S rows · R expert slots, sorted by expert · e experts that the rank computes · D width of a row · F hidden width
 
-    stage    computes                                     from
+    pass     computes                                     from
     up       activation, pre-activation for backward      rows, gate and up
     down     results of slots                             activation, down
     d_down   gradient of pre-activation, of scores        gradients of results, down, pre-activation
     d_up     gradients of slots                           gradient of pre-activation, gate and up
     dw       gradients of weights                         rows and their gradients, both factors of d_down transposed
 
-They are those of kernels/experts/stages.py, with rows, weights, activations and gradients in e4m3. Rows and slots have
+They are those of kernels/experts/passes.py, with rows, weights, activations and gradients in e4m3. Rows and slots have
 a scale each, weights one for each output; or blocks have, 128 columns of rows and slots and 128 x 128 of weights, as
 the quantised weights say; on Hopper these have GEMMs of their own (block_mm.py, block_weight_grad.py) where no copy
 blocks run beside them. Results of GEMMs are bf16 (fp32 in the interpreter).
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from titan_moe.kernels.experts import stages
+from titan_moe.kernels.experts import passes
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.fp8.block_mm import block_mm, has_roles
 from titan_moe.kernels.experts.fp8.block_weight_grad import block_weight_grad
@@ -234,13 +234,13 @@ def _plain_dw(
     num_rows, num_slots = len(slots.slots_SK), slots.rows_R.numel()
     bases = (None, None) if base is None else (base[:1], base[1:2])
     hidden_R2F = unpack_rows(kept, RESULTS, slots.offsets_e[-1:], columns=columns, base=bases[1], num_rows=num_slots)
-    dhidden_R2F, active_RF, _ = stages.swiglu_backward(
+    dhidden_R2F, active_RF, _ = passes.swiglu_backward(
         dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, dactive_base=delayed
     )
     x_SD = unpack_rows(x, RESULTS, columns=columns, base=bases[0], num_rows=num_rows)
     of_dy = None if delayed is None else delayed[:1]
     dy_SD = unpack_rows(dy, RESULTS, columns=columns, base=of_dy, num_rows=num_rows)
-    return stages.dw(dy_SD, x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF)
+    return passes.dw(dy_SD, x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF)
 
 
 def dw(

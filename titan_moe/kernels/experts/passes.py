@@ -1,8 +1,8 @@
-"""The stages of the expert MLP in Triton, forward and backward.
+"""The passes of the expert MLP in Triton, forward and backward.
 
 S rows · R expert slots, sorted by expert · e experts that the rank computes · D width of a row · F hidden width
 
-    stage    computes                        from
+    pass     computes                        from
     up       pre-activation and activation   rows, gate and up
     down     results of slots                activation, down
     d_down   gradient of pre-activation      gradients of results, down; the activation again, gradients of scores
@@ -10,7 +10,7 @@ S rows · R expert slots, sorted by expert · e experts that the rank computes �
     dw       gradients of weights            rows and their gradients, gradient of pre-activation, activation
 
 fused_mlp.py runs them in sequence, dispatch/symm_mem/mlp.py with communication beside the GEMMs, and
-delayed_weight_grads.py delays `dw`. The stage that reads weights joins clones to own ones (weights.py).
+delayed_weight_grads.py delays `dw`. The pass that reads weights joins clones to own ones (weights.py).
 """
 
 from collections.abc import Callable
