@@ -211,7 +211,7 @@ def run_layer(layer: MoE, is_trained: bool, width: int = WIDTH) -> None:
 def with_arena(device: torch.device, dtype: torch.dtype) -> ExpertCapacity:
     """The capacity of a layer whose rows lie in an arena."""
     capacity = ExpertCapacity(1.0, device)
-    arena = Arena(WIDTH, MODEL.moe.ffn_hidden_size, dtype, device, num_delayed_places=1)
+    arena = Arena(WIDTH, MODEL.moe.ffn_hidden_size, dtype, device, num_delayed_slabs=1)
     capacity.use_arena(arena, LayerLoads(1, 8, 8 * MODEL.moe.top_k, 8, 8 * MODEL.moe.top_k))
     return capacity
 

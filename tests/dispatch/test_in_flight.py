@@ -46,7 +46,7 @@ equal_local, symm_mem, fused, two_nodes = (
     for name in ("test_equal_local", "symm_mem/test_dispatcher", "symm_mem/test_fused", "test_hierarchical_symm_mem")
 )
 ROUTINGS = ("skewed", "random", "all_to_one_rank")
-"""Of the microbatches; rows, slots and clones differ. The last one fills a place of the arena."""
+"""Of the microbatches; rows, slots and clones differ. The last one fills a slab of the arena."""
 ONE_AFTER_THE_OTHER = ("F0", "B0", "F1", "B1", "F2", "B2")
 IN_FLIGHT = ("F0", "F1", "B0", "F2", "B1", "B2")
 NUM_EXPERTS, T, K = equal_local.NUM_EXPERTS, equal_local.NUM_TOKENS, equal_local.TOP_K
@@ -58,9 +58,9 @@ def run_in_order(
     module: GroupedExperts,
     drawn: list[list[Tensor]],
     between: Callable[[], None] = lambda: None,
-    writing_to: Callable[[int], Any] = lambda place: nullcontext(),
+    writing_to: Callable[[int], Any] = lambda slab: nullcontext(),
 ) -> list[Tensor]:
-    """Outputs and gradients of microbatches; F is a forward of one, B its backward. Places of the arena alternate."""
+    """Outputs and gradients of microbatches; F is a forward of one, B its backward. Slabs of the arena alternate."""
     module.zero_grad()
     results, leaves = {}, {}
     for action, index in order:
@@ -175,8 +175,8 @@ def test_clones_in_the_room_of_a_shared_copy_are_refused_by_autograd(ranks: Any)
 # Symmetric memory
 
 
-def capacity_with_places(num_places: int, num_ranks: int, device: torch.device, *, is_fp8: bool) -> ExpertCapacity:
-    """A place has room for one layer in the worst case. What is not written is NaN."""
+def capacity_with_slabs(num_slabs: int, num_ranks: int, device: torch.device, *, is_fp8: bool) -> ExpertCapacity:
+    """A slab has room for one layer in the worst case. What is not written is NaN."""
     capacity, num_local = ExpertCapacity(1.0, device), NUM_EXPERTS // num_ranks
     arena = Arena(
         equal_local.WIDTH,
@@ -184,7 +184,7 @@ def capacity_with_places(num_places: int, num_ranks: int, device: torch.device, 
         fused.dtype_of(device),
         device,
         format=FP8_ROWWISE if is_fp8 else PLAIN,
-        num_places=num_places,
+        num_slabs=num_slabs,
     )
     worst = num_ranks * T
     capacity.use_arena(arena, LayerLoads(1, 0.75 * worst, T * K, worst, worst * min(K, num_local)))
@@ -216,8 +216,8 @@ def run_two_levels(folder: str | None) -> list[bool]:
 
 
 def run_arena(folder: str | None, overlaps: bool, is_fp8: bool) -> tuple[list[bool], list[bool]]:
-    """Whether results in places of an arena, and where the bound is lifted, have the bits of what autograd keeps; and
-    whether a step is void, with a place for each microbatch in flight, with the bound lifted, and with one place for
+    """Whether results in slabs of an arena, and where the bound is lifted, have the bits of what autograd keeps; and
+    whether a step is void, with a slab for each microbatch in flight, with the bound lifted, and with one slab for
     both."""
     memory, device = symm_mem.share(folder)
     module = fused.my_experts(device, *[FusedMLP(FP8_ROWWISE)] if is_fp8 else [])
@@ -225,15 +225,15 @@ def run_arena(folder: str | None, overlaps: bool, is_fp8: bool) -> tuple[list[bo
     drawn = [fused.my_inputs(routing, device) for routing in ROUTINGS]
     expected = run_in_order(ONE_AFTER_THE_OTHER, dispatcher, module, drawn)
     same, are_void = [], []
-    for num_places, is_lifted in ((2, False), (2, True), (1, False)):
-        capacity = capacity_with_places(num_places, dist.get_world_size(), device, is_fp8=is_fp8)
+    for num_slabs, is_lifted in ((2, False), (2, True), (1, False)):
+        capacity = capacity_with_slabs(num_slabs, dist.get_world_size(), device, is_fp8=is_fp8)
         dispatcher.capacity = capacity
-        writing_to = capacity.writing_to if num_places > 1 else lambda _: nullcontext()
+        writing_to = capacity.writing_to if num_slabs > 1 else lambda _: nullcontext()
         poison = partial(symm_mem.poison, memory)
         with capacity.unbounded() if is_lifted else nullcontext():
             actual = run_in_order(IN_FLIGHT, dispatcher, module, drawn, poison, writing_to)
         are_void.append(bool(capacity.invalidates_step))
-        if num_places > 1:
+        if num_slabs > 1:
             same += [torch.equal(a, b) for a, b in zip(expected, actual, strict=True)]
     return same, are_void
 
@@ -257,12 +257,12 @@ def test_files_of_microbatches_in_flight_over_two_levels(ranks: Any, tmp_path: P
 @pytest.mark.few("True-True", "False-False")
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("overlaps", "is_fp8"), [(True, False), (False, False), (True, True)])
-def test_files_of_microbatches_in_flight_have_places_in_an_arena(
+def test_files_of_microbatches_in_flight_have_slabs_in_an_arena(
     ranks: Any, tmp_path: Path, overlaps: bool, is_fp8: bool
 ) -> None:
     for same, are_void in ranks(2, run_arena, str(tmp_path), overlaps, is_fp8):
         assert all(same), same
-        assert are_void == [False, False, True], "a place that was used again is found"
+        assert are_void == [False, False, True], "a slab that was used again is found"
 
 
 @fused.with_gpus
@@ -274,7 +274,7 @@ def test_gpus_of_microbatches_in_flight(ranks_of_a_size: Any, num_ranks: int, ki
 
 @fused.with_gpus
 @pytest.mark.parametrize(("overlaps", "is_fp8"), [(True, False), (False, False), (True, True)])
-def test_gpus_of_microbatches_in_flight_have_places_in_an_arena(
+def test_gpus_of_microbatches_in_flight_have_slabs_in_an_arena(
     ranks_of_a_size: Any, num_ranks: int, overlaps: bool, is_fp8: bool
 ) -> None:
     for same, are_void in ranks_of_a_size(num_ranks, run_arena, None, overlaps, is_fp8):

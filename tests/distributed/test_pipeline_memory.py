@@ -1,4 +1,4 @@
-"""Pipelines over symmetric memory: one buffer serves all stages and microbatches of a rank, and the arena has a place
+"""Pipelines over symmetric memory: one buffer serves all stages and microbatches of a rank, and the arena has a slab
 for each that is in flight.
 
 Ranks are those of symm_mem/test_dispatcher.py: processes that map each other's files, in Triton's interpreter.
@@ -61,18 +61,18 @@ def test_pipelines_share_memory_and_train_as_one_process(
         one_loss.assert_same(trace, one_loss.Trace(**alone), 1e-9)
 
 
-def train_in_places(candidate: Recipe) -> tuple[dict[str, Any], tuple[int, set[int], int, set[int]], int, int]:
-    """A trace; the number of places and those that forwards used, and the same of delayed ones; the layers whose weight
+def train_in_slabs(candidate: Recipe) -> tuple[dict[str, Any], tuple[int, set[int], int, set[int]], int, int]:
+    """A trace; the number of slabs and those that forwards used, and the same of delayed ones; the layers whose weight
     gradients were delayed; and steps that were taken again."""
     capacities, used, used_delayed, delay = [], set(), set(), Arena.delay
 
     def start(capacity: ExpertCapacity) -> None:
         capacities.append(capacity)
-        used.add(capacity.place)
-        capacity.arena.start_forward(capacity.place)
+        used.add(capacity.slab)
+        capacity.arena.start_forward(capacity.slab)
 
     def delay_in(arena: Arena, base: Tensor) -> Tensor:
-        used_delayed.add(arena.delayed_place)
+        used_delayed.add(arena.delayed_slab)
         return delay(arena, base)
 
     with (
@@ -83,8 +83,8 @@ def train_in_places(candidate: Recipe) -> tuple[dict[str, Any], tuple[int, set[i
     ):
         fields = one_loss.train(candidate, -1, 1)
     arena = capacities[0].arena
-    places = arena.num_places, used, arena.num_delayed_places, used_delayed
-    return fields, places, late.call_count, again.call_count
+    slabs = arena.num_slabs, used, arena.num_delayed_slabs, used_delayed
+    return fields, slabs, late.call_count, again.call_count
 
 
 def follow_load(folder: str, candidate: Recipe) -> tuple[dict[str, Any], list[float], int, int]:
@@ -117,24 +117,24 @@ def test_a_stage_without_experts_follows_the_load_of_the_others(ranks: Any, tmp_
     assert min(factors) >= 1.0
 
 
-over_memory.places = SimpleNamespace(train_in_places=train_in_places)
+over_memory.slabs = SimpleNamespace(train_in_slabs=train_in_slabs)
 
 
 def train_on_files(folder: str, candidate: Recipe) -> Any:
-    return over_memory.on_files(folder, "places", "train_in_places", candidate)
+    return over_memory.on_files(folder, "slabs", "train_in_slabs", candidate)
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_layers", "num_places", "num_delayed"),
+    ("changes", "num_layers", "num_slabs", "num_delayed"),
     [({"overlap": "tile"}, 3, (2, 1), (0, 0)), (V, 5, (4, 4), (2, 4))],
     ids=["1f1b-tile", "zbv"],
 )
-def test_pipelines_have_places_in_an_arena_and_train_as_one_process(
+def test_pipelines_have_slabs_in_an_arena_and_train_as_one_process(
     ranks: Any,
     tmp_path: Path,
     changes: dict[str, Any],
     num_layers: int,
-    num_places: tuple[int, int],
+    num_slabs: tuple[int, int],
     num_delayed: tuple[int, int],
 ) -> None:
     """Four microbatches of two layers with experts on each rank, whose split backwards delay their weight gradients."""
@@ -143,9 +143,9 @@ def test_pipelines_have_places_in_an_arena_and_train_as_one_process(
     answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(bounded), num_layers))
     for trace in joined([fields for fields, *_ in answers]):
         one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
-    for rank, (_, places, num_late, num_reruns) in enumerate(answers):
-        number, delayed = num_places[rank // 2], num_delayed[rank // 2]
-        assert places == (number, set(range(number)), delayed, set(range(delayed))) and num_reruns == 0
+    for rank, (_, slabs, num_late, num_reruns) in enumerate(answers):
+        number, delayed = num_slabs[rank // 2], num_delayed[rank // 2]
+        assert slabs == (number, set(range(number)), delayed, set(range(delayed))) and num_reruns == 0
         assert num_late == (8 if delayed else 0)
 
 
@@ -158,8 +158,8 @@ def test_weight_gradients_are_delayed_from_the_first_bounded_step_on(ranks: Any,
     assert [num_late for *_, num_late in answers] == [4] * 4, "none in the step without a bound"
 
 
-def test_a_step_that_overflows_delayed_places_is_taken_again(ranks: Any, tmp_path: Path) -> None:
-    """The layers that do not fit lie at the beginning of their places."""
+def test_a_step_that_overflows_delayed_slabs_is_taken_again(ranks: Any, tmp_path: Path) -> None:
+    """The layers that do not fit lie at the beginning of their slabs."""
     alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 5), -1, 1)[0]
     small = replace(PP2_EP2, expert_rank_capacity_factor=0.5, **{**V, "pp_layout": "Et|tt|t|tL"})
     answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(small), 5))

@@ -1,4 +1,4 @@
-"""The arena of a model has the size that the plan counts, and in a pipeline a place for each microbatch in flight."""
+"""The arena of a model has the size that the plan counts, and in a pipeline a slab for each microbatch in flight."""
 
 from dataclasses import replace
 
@@ -54,12 +54,12 @@ def arena_of(recipe: Recipe, rank: int, *stages: list[str]) -> ExpertCapacity:
     return capacity
 
 
-def test_a_pipeline_has_places_of_the_largest_stage_and_a_factor_of_one_place() -> None:
+def test_a_pipeline_has_slabs_of_the_largest_stage_and_a_factor_of_one_slab() -> None:
     first, last = ["embed", "layers.0", "layers.1"], ["layers.4", "layers.5", "norm", "head"]
     capacity = arena_of(PIPELINE, 0, first, last)
     arena, num_tokens = capacity.arena, 2 * 128
     of_one = 1.5 * 2 * num_tokens * MODEL.moe.top_k  # slots of two layers
-    assert arena.num_places == 4, "both stages of the first rank keep as many microbatches as 2 * pp"
+    assert arena.num_slabs == 4, "both stages of the first rank keep as many microbatches as 2 * pp"
     assert arena.room[1] == of_one and len(arena.hidden_BH) == 4 * of_one
     assert arena.heads_P3[:, 2].tolist() == [2, 0, 0, 0], "a forward of each stage, without a schedule"
     arena.need.copy_(torch.tensor([0, of_one]))
@@ -67,9 +67,9 @@ def test_a_pipeline_has_places_of_the_largest_stage_and_a_factor_of_one_place() 
     with capacity.writing_to(2):
         with capacity.writing_to(3):
             capacity.start_forward()
-        assert capacity.place == 2
-    assert arena.heads_P3[:, 2].tolist() == [2, 0, 0, 1] and capacity.place == 0
-    assert arena.num_delayed_places == 2 and len(arena.dactive_GF) == 2 * of_one
+        assert capacity.slab == 2
+    assert arena.heads_P3[:, 2].tolist() == [2, 0, 0, 1] and capacity.slab == 0
+    assert arena.num_delayed_slabs == 2 and len(arena.dactive_GF) == 2 * of_one
     assert arena.dy_CW.shape == (2 * arena.room[0], 64) and arena.dactive_GF.shape[1] == 32
     row, slot = arena.room_bytes
     assert arena.num_bytes == arena.room[0] * row + arena.room[1] * slot
@@ -78,7 +78,7 @@ def test_a_pipeline_has_places_of_the_largest_stage_and_a_factor_of_one_place() 
     assert len(arena.hidden_BH) == arena.room[1], "nothing is kept"
 
 
-def test_a_rank_without_experts_has_an_empty_arena_and_overwrites_no_place() -> None:
+def test_a_rank_without_experts_has_an_empty_arena_and_overwrites_no_slab() -> None:
     """All ranks decide alike whether there is an arena: some of what follows is collective."""
     dense = replace(PIPELINE, model=replace(PIPELINE.model, num_dense_layers=4))
     capacity = arena_of(dense, 1, ["layers.2"], ["layers.3"])
@@ -87,6 +87,6 @@ def test_a_rank_without_experts_has_an_empty_arena_and_overwrites_no_place() -> 
     assert capacity.arena.heads_P3[:, 2].tolist() == [1], "the forward of the dense stage takes nothing"
 
 
-def test_an_arena_of_recomputed_stages_has_one_place() -> None:
+def test_an_arena_of_recomputed_stages_has_one_slab() -> None:
     recipe = replace(PIPELINE, memory=MemoryConfig("block"))
-    assert arena_of(recipe, 1, ["layers.2"], ["layers.3"]).arena.num_places == 1
+    assert arena_of(recipe, 1, ["layers.2"], ["layers.3"]).arena.num_slabs == 1

@@ -192,9 +192,9 @@ def test_largest_factor_is_that_of_the_rank_with_least_memory(
     assert largest_factor(memory) == math.inf
 
 
-def test_largest_factor_is_that_of_every_place(monkeypatch: pytest.MonkeyPatch, memory: PeakMemory) -> None:
+def test_largest_factor_is_that_of_every_slab(monkeypatch: pytest.MonkeyPatch, memory: PeakMemory) -> None:
     leave(355, monkeypatch)
-    monkeypatch.setattr(Arena, "num_places", 2)
+    monkeypatch.setattr(Arena, "num_slabs", 2)
     assert largest_factor(memory) == 2.125, "half of the room"
 
 

@@ -41,10 +41,10 @@ class ExpertCapacity:
         self.num_resizes = 0
         self.arena: Arena | None = None
         self.loads: LayerLoads | None = None
-        self.place = 0
+        self.slab = 0
         """Of the arena, where the next forward is written; set by `writing_to`."""
         self.balanced = torch.ones(2, dtype=torch.float64, device=device)
-        """Rows and slots of a balanced load of all layers of a place, where there is an arena."""
+        """Rows and slots of a balanced load of all layers of a slab, where there is an arena."""
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """On the device: whether a layer has overflowed since `reset`. A recomputed forward sets it again, alike."""
         self.need = torch.zeros((), dtype=torch.float32, device=device)
@@ -55,7 +55,7 @@ class ExpertCapacity:
         """Raise the error of a failed exchange. Reads nothing on the device."""
 
     def use_arena(self, arena: Arena, loads: LayerLoads) -> None:
-        """Bound what all layers together keep for backward, in each place of this arena. `loads` are of the stage that
+        """Bound what all layers together keep for backward, in each slab of this arena. `loads` are of the stage that
         has the most layers on this rank, perhaps none."""
         self.arena, self.loads = arena, loads
         self.balanced.copy_(torch.tensor(loads.of_all_layers()).clamp(min=1))
@@ -139,29 +139,29 @@ class ExpertCapacity:
         return [self.overflowed, self.need, *of_arena]
 
     def start_forward(self) -> None:
-        """Take from the beginning of the arena, or of its place, again: before the forward of a microbatch."""
+        """Take from the beginning of the arena, or of its slab, again: before the forward of a microbatch."""
         if self.arena is not None:
-            self.arena.start_forward(self.place)
+            self.arena.start_forward(self.slab)
 
     @contextmanager
-    def writing_to(self, place: int) -> Iterator[None]:
-        """Let the forwards within a `with` block start in this place of the arena."""
-        before, self.place = self.place, place
+    def writing_to(self, slab: int) -> Iterator[None]:
+        """Let the forwards within a `with` block start in this slab of the arena."""
+        before, self.slab = self.slab, slab
         try:
             yield
         finally:
-            self.place = before
+            self.slab = before
 
     @contextmanager
-    def delaying_to(self, place: int) -> Iterator[None]:
-        """Let the backwards within a `with` block leave what weight gradients need in this delayed place of the
+    def delaying_to(self, slab: int) -> Iterator[None]:
+        """Let the backwards within a `with` block leave what weight gradients need in this delayed slab of the
         arena."""
-        assert self.arena is not None, "there are places in an arena alone"
-        before, self.arena.delayed_place = self.arena.delayed_place, place
+        assert self.arena is not None, "there are slabs in an arena alone"
+        before, self.arena.delayed_slab = self.arena.delayed_slab, slab
         try:
             yield
         finally:
-            self.arena.delayed_place = before
+            self.arena.delayed_slab = before
 
     def record_load(self, used: Tensor, balanced: float, overflowed: Tensor) -> None:
         """Record the rows or slots that a layer has used, an int scalar, those of a balanced load, and its overflow

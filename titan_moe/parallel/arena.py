@@ -12,7 +12,7 @@ from titan_moe.layers.moe import MoE
 from titan_moe.memory.recompute import RECOMPUTED
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.plan.cost.loads import layer_loads
-from titan_moe.plan.pipeline.places import arena_places
+from titan_moe.plan.pipeline.slabs import arena_slabs
 from titan_moe.plan.pipeline.stages import stages_of_rank
 
 
@@ -27,10 +27,10 @@ def give_arena(
     world_size: int = 1,
 ) -> None:
     """Give `capacity` an arena, if ranks share memory, experts are fused and rows are bounded. Every forward of a part
-    starts at the beginning of a place.
+    starts at the beginning of a slab.
 
     All ranks of a pipeline decide alike, from the whole model; a rank without MoE layers has an empty arena. `parts`
-    are the stages of this rank. The arena has as many places as microbatches are in flight in them, and as many delayed
+    are the stages of this rank. The arena has as many slabs as microbatches are in flight in them, and as many delayed
     ones as wait for weight gradients.
 
     If experts or blocks are recomputed, the backward of a layer directly follows its recomputed forward, and the arena
@@ -52,7 +52,7 @@ def give_arena(
     ((width, hidden),) = shapes
     stages = stages_of_rank(pipeline_rank, recipe.parallel)
     of_stages = {stage: count_moe_layers(part) for stage, part in zip(stages, parts, strict=True)}
-    places = arena_places(recipe, pipeline_rank, world_size, of_stages)
+    slabs = arena_slabs(recipe, pipeline_rank, world_size, of_stages)
     arena = Arena(
         width,
         hidden // recipe.parallel.etp,
@@ -60,12 +60,12 @@ def give_arena(
         device,
         is_checkpointed=is_checkpointed,
         format=formats.popitem()[1],
-        num_places=1 if is_checkpointed else places.number,
-        num_delayed_places=0 if is_checkpointed else places.num_delayed,
+        num_slabs=1 if is_checkpointed else slabs.number,
+        num_delayed_slabs=0 if is_checkpointed else slabs.num_delayed,
     )
-    capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=places.num_layers))
+    capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=slabs.num_layers))
     for part in parts:
-        if count_moe_layers(part):  # a forward of another part would overwrite a place
+        if count_moe_layers(part):  # a forward of another part would overwrite a slab
             part.register_forward_pre_hook(lambda *_: capacity.start_forward())
 
 

@@ -262,9 +262,9 @@ def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         peak += f", {gib - _peak_gib(launched, world_size):.3g} GiB more than without a CUDA graph"
     if not has_arena(recipe, experts):
         return [("", peak), *(("", line) for line in why_no_arena(recipe, experts))]
-    places = [part.places for part in parts_of(recipe, world_size)]
+    slabs = [part.slabs for part in parts_of(recipe, world_size)]
     arena, eighth = (
-        max(arena_bytes_per_rank(recipe, at, of_rank) for of_rank in places) / 2**30 for at in (factor, factor + 0.125)
+        max(arena_bytes_per_rank(recipe, at, of_rank) for of_rank in slabs) / 2**30 for at in (factor, factor + 0.125)
     )
     temporary = temporary_bytes_per_rank(recipe) / 2**30
     is_fixed = bool(recipe.parallel.fixed_capacity_factor) or recipe.memory.recompute != "none"

@@ -57,12 +57,12 @@ def capacity_with_arena(
     is_checkpointed: bool = False,
     num_replicas: int = 0,
     format: ExpertFormat = PLAIN,
-    num_places: int = 1,
+    num_slabs: int = 1,
 ) -> ExpertCapacity:
-    """The arena's memory is NaN: what is not written must not be read. With several places, one less is delayed."""
+    """The arena's memory is NaN: what is not written must not be read. With several slabs, one less is delayed."""
     capacity = ExpertCapacity(factor, device)
-    places = {"num_places": num_places, "num_delayed_places": num_places - 1}
-    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, format=format, **places)
+    slabs = {"num_slabs": num_slabs, "num_delayed_slabs": num_slabs - 1}
+    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, format=format, **slabs)
     worst = num_ranks * T
     num_local = equal_local.NUM_EXPERTS // num_ranks + num_replicas
     capacity.use_arena(arena, LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local)))
@@ -121,7 +121,7 @@ WRAPS: dict[str, Any] = {"none": None, "checkpoint": recomputed, "compile": comp
 
 def run_delayed(dispatcher: TokenDispatcher, module: GroupedExperts, device: torch.device) -> list[Tensor]:
     """The same with delayed weight gradients. Between them and the rest of the backward, another microbatch runs in
-    other places."""
+    other slabs."""
     queue, capacity = WeightGradQueue(), dispatcher.capacity
     arena, other = capacity.arena, deepcopy(module)
     mlp = module.mlp
@@ -130,10 +130,10 @@ def run_delayed(dispatcher: TokenDispatcher, module: GroupedExperts, device: tor
     def run(
         number: int, module: GroupedExperts, drawn: list[list[Tensor]], between: Callable[[], None]
     ) -> list[Tensor]:
-        places = [] if arena is None else [capacity.writing_to(2 * number), capacity.delaying_to(number)]
+        slabs = [] if arena is None else [capacity.writing_to(2 * number), capacity.delaying_to(number)]
         with ExitStack() as stack:
-            for place in places:
-                stack.enter_context(place)
+            for slab in slabs:
+                stack.enter_context(slab)
             return run_layers(dispatcher, module, drawn, None, queue, between)
 
     def between() -> None:
@@ -175,7 +175,7 @@ def run_ways(
             is_checkpointed=wrap == "checkpoint",
             num_replicas=num_replicas,
             format=mlp.format,
-            num_places=3 if wrap == "delay" else 1,
+            num_slabs=3 if wrap == "delay" else 1,
         )
         dispatcher.capacity = inner.capacity = capacity if factor else ExpertCapacity(device=device)
         with capacity.unbounded() if is_lifted else nullcontext():

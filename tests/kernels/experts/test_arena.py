@@ -43,30 +43,28 @@ def take(arena: Arena, rows: int, slots: int) -> list[int]:
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_places_take_as_the_reference_and_do_not_overlap(device: str, keeps: bool) -> None:
-    num_places, room, names = 3, (10, 12), list(CASES)
-    arena = Arena(2, 2, torch.float32, device, num_places=num_places)
+def test_slabs_take_as_the_reference_and_do_not_overlap(device: str, keeps: bool) -> None:
+    num_slabs, room, names = 3, (10, 12), list(CASES)
+    arena = Arena(2, 2, torch.float32, device, num_slabs=num_slabs)
     arena.keeps = keeps
     arena.resize(*room)
-    assert (len(arena.rows_AW), len(arena.hidden_BH)) == ((30, 36) if keeps else room), (
-        "one place where nothing is kept"
-    )
+    assert (len(arena.rows_AW), len(arena.hidden_BH)) == ((30, 36) if keeps else room), "one slab where nothing is kept"
     largest, has_overflowed = (0, 0), False
-    for turn, place in enumerate([0, 2, 1, 2, 0, 2]):
+    for turn, slab in enumerate([0, 2, 1, 2, 0, 2]):
         sizes = CASES[names[turn % len(names)]]
-        expected, need, overflowed = take_reference(sizes, room, keeps, place)
+        expected, need, overflowed = take_reference(sizes, room, keeps, slab)
         has_overflowed |= overflowed
         largest = tuple(map(max, need, largest))
-        arena.start_forward(place)
+        arena.start_forward(slab)
         for (rows, slots), (row, slot) in zip(sizes, expected, strict=True):
-            assert take(arena, rows, slots)[:2] == [row, slot], (turn, place)
+            assert take(arena, rows, slots)[:2] == [row, slot], (turn, slab)
             if keeps:
-                assert place * 10 <= row <= row + rows <= (place + 1) * 10 or overflowed
-                assert place * 12 <= slot <= slot + slots <= (place + 1) * 12 or overflowed
+                assert slab * 10 <= row <= row + rows <= (slab + 1) * 10 or overflowed
+                assert slab * 12 <= slot <= slot + slots <= (slab + 1) * 12 or overflowed
         assert bool(arena.overflowed) == has_overflowed
-        assert tuple(arena.need.tolist()) == largest, "of a place"
+        assert tuple(arena.need.tolist()) == largest, "of a slab"
     with pytest.raises(IndexError):
-        arena.start_forward(num_places)
+        arena.start_forward(num_slabs)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -86,35 +84,35 @@ def test_a_forward_that_another_has_overwritten_voids_the_step(device: str, keep
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_forward_in_a_place_in_use_voids_the_step(device: str) -> None:
-    arena = Arena(2, 2, torch.float32, device, num_places=2)
+def test_a_forward_in_a_slab_in_use_voids_the_step(device: str) -> None:
+    arena = Arena(2, 2, torch.float32, device, num_slabs=2)
     arena.resize(10, 10)
     one = torch.ones(1, dtype=torch.int32, device=device)
     bases = []
-    for place in (0, 1):
-        arena.start_forward(place)
+    for slab in (0, 1):
+        arena.start_forward(slab)
         bases.append(arena.take(one, one))
     for base in bases:  # both are in flight
         arena.verify(base)
     assert not bool(arena.overflowed)
     arena.start_forward(1)  # a third
     arena.verify(bases[0])
-    assert not bool(arena.overflowed), "its place was left alone"
+    assert not bool(arena.overflowed), "its slab was left alone"
     arena.verify(bases[1])
     assert bool(arena.overflowed)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_delayed_places_follow_the_layers_of_a_place(device: str) -> None:
-    arena = Arena(2, 2, torch.float32, device, num_places=3, num_delayed_places=2)
+def test_delayed_slabs_follow_the_layers_of_a_slab(device: str) -> None:
+    arena = Arena(2, 2, torch.float32, device, num_slabs=3, num_delayed_slabs=2)
     arena.resize(10, 12)
     assert (len(arena.dy_CW), len(arena.dactive_GF)) == (20, 24) and arena.dactive_GF.shape[1] == 2
-    for place, delayed_place in ((2, 0), (0, 1), (1, 1)):
-        arena.start_forward(place)
+    for slab, delayed_slab in ((2, 0), (0, 1), (1, 1)):
+        arena.start_forward(slab)
         last = torch.tensor([3, 5], dtype=torch.int32, device=device)
         for first in ((0, 0), (3, 5), (6, 0)):  # the third does not fit
             base = arena.take(last[:1], last[1:])
-            arena.delayed_place = delayed_place
+            arena.delayed_slab = delayed_slab
             row, slot = (0, 0) if first == (6, 0) else first
-            assert base.tolist()[:2] == [10 * place + row, 12 * place + slot]
-            assert arena.delay(base).tolist() == [10 * delayed_place + row, 12 * delayed_place + slot]
+            assert base.tolist()[:2] == [10 * slab + row, 12 * slab + slot]
+            assert arena.delay(base).tolist() == [10 * delayed_slab + row, 12 * delayed_slab + slot]

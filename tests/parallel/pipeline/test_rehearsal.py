@@ -150,7 +150,7 @@ def test_rehearsal_is_due_where_something_compiles_and_for_each_new_size() -> No
     with in_arena.unbounded():
         assert [splits.is_due(CPU) for _ in range(2)] == [True, False]
     assert not in_arena.arena.can_delay, "a rank without experts"
-    assert [splits.is_due(CPU) for _ in range(2)] == [True, False], "other ranks write delayed places"
+    assert [splits.is_due(CPU) for _ in range(2)] == [True, False], "other ranks write delayed slabs"
     for kernels in PRESETS:
         perf, eager = PerfConfig(kernels=kernels), CompileConfig("off")
         launched = Rehearsals(replace(base, compile=eager, perf=perf), ExpertCapacity())

@@ -225,7 +225,7 @@ def test_what_waits_for_weight_gradients_is_in_the_peak() -> None:
     layers, tokens, width, hidden = len(range(19, 32)), 4096, 2048, 768
     added = layers * (8 * tokens * width + 8 * 8 * tokens * hidden) * 2
     freed = activation_bytes_per_rank(parts_of(in_arena, 32)[3].recipe)
-    assert more["arena"] == 0, "delayed places of the arena have it"
+    assert more["arena"] == 0, "delayed slabs of the arena have it"
     assert more["worst"] == pytest.approx(4 * (added - freed), rel=0.03)
 
 
@@ -251,7 +251,7 @@ def test_a_pool_is_what_a_snapshot_of_it_has() -> None:
     (part,) = parts_of(recipe, 4)
     assert gathering_bytes(part) / 2**30 == pytest.approx(gathering, rel=0.005)
     assert reducing_bytes(part) / 2**30 == pytest.approx(reducing, rel=0.005)
-    outside = parameters_of(part) * 8 + arena_bytes_per_rank(recipe, 1.125, part.places)
+    outside = parameters_of(part) * 8 + arena_bytes_per_rank(recipe, 1.125, part.slabs)
     assert (peak_bytes(part, 1.125) - outside) / 2**30 == pytest.approx(main + gathering + reducing, rel=0.01)
 
 

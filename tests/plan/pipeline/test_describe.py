@@ -162,31 +162,31 @@ def test_check_without_a_pipeline_does_not_name_one() -> None:
     assert "pipeline" not in describe(load_recipe(QWEN3, []), 8)
 
 
-def test_microbatches_in_flight_have_places_in_the_arena() -> None:
+def test_microbatches_in_flight_have_slabs_in_the_arena() -> None:
     """As large together as one of all layers, where as many are in flight as there are stages."""
     overrides = ["--parallel.dispatcher=symm_mem", "--train.global_batch_sequences=128"]
     without, within = (load_recipe(QWEN3, [*overrides, f"--parallel.pp={pp}"]) for pp in (1, 2))
     assert has_arena(without, "fused") and has_arena(within, "fused")
     whole = arena_bytes_per_rank(without, 1.5)
-    arenas = [arena_bytes_per_rank(part.recipe, 1.5, part.places) for part in parts_of(within, 16)]
+    arenas = [arena_bytes_per_rank(part.recipe, 1.5, part.slabs) for part in parts_of(within, 16)]
     assert arenas == pytest.approx([2 * 25 / 48 * whole, 23 / 48 * whole], rel=0.1)
     assert f"of it {max(arenas) / 2**30:.3g} GiB in the arena of rows" in describe(
         load_recipe(QWEN3, [*overrides, "--parallel.pp=2", "--parallel.expert_rank_capacity_factor=1.5"]), 16
     )
 
 
-def test_delayed_weight_gradients_have_places_in_the_arena() -> None:
+def test_delayed_weight_gradients_have_slabs_in_the_arena() -> None:
     """Of gradients of rows, as wide as rows, and of activations, half as wide as hidden states."""
     settings = ["--parallel.pp=4", "--parallel.vpp=2", "--parallel.accumulate_unsharded=true"]
     settings += ["--train.micro_batch_sequences=1", "--train.global_batch_sequences=64"]
     recipe = load_recipe(QWEN3, [*settings, "--parallel.pp_schedule=zbv"])
     numbers = [(8, 2), (8, 4), (8, 6), (8, 8)]
     for part, (number, num_delayed) in zip(parts_of(recipe, 32), numbers, strict=True):
-        assert part.places == (number, 7, num_delayed)
-        kept = arena_bytes_per_rank(part.recipe, 1.5, part.places._replace(num_delayed=0))
+        assert part.slabs == (number, 7, num_delayed)
+        kept = arena_bytes_per_rank(part.recipe, 1.5, part.slabs._replace(num_delayed=0))
         width, hidden, rows = 2048, 768, 8 * (1 - math.comb(112, 8) / math.comb(128, 8))  # a token; 8 slots
         share = (rows * width + 8 * hidden) / (rows * width + 8 * 2 * hidden) * num_delayed / number
-        assert arena_bytes_per_rank(part.recipe, 1.5, part.places) == pytest.approx((1 + share) * kept, rel=1e-3)
+        assert arena_bytes_per_rank(part.recipe, 1.5, part.slabs) == pytest.approx((1 + share) * kept, rel=1e-3)
 
 
 def test_modules_in_words() -> None:

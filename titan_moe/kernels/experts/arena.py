@@ -1,6 +1,6 @@
 """One persistent buffer for what backward needs of the rows and slots of all layers.
 
-A rows and B slots of the arena, C and G of its delayed places · S rows and R slots of a layer · W elements of a row and
+A rows and B slots of the arena, C and G of its delayed slabs · S rows and R slots of a layer · W elements of a row and
 H of a slot, both as they are kept (format.py) · F hidden width
 
 The routing decides how many rows and slots a layer has, and a static tensor has room for the worst case. In the arena
@@ -8,16 +8,16 @@ each layer takes what it needs, behind the layer before: its first row and slot 
 arena is sized by the sum over layers, which varies much less than one layer's need. A microbatch's forward starts at
 the beginning; its backward reads each layer where forward wrote it. Addresses stay, so CUDA graphs replay.
 
-In a pipeline several microbatches are between forward and backward. Then the arena has as many equal places, one behind
-the other, and the forward of a stage starts at the beginning of one. The host chooses the place, by the schedule alone:
+In a pipeline several microbatches are between forward and backward. Then the arena has as many equal slabs, one behind
+the other, and the forward of a stage starts at the beginning of one. The host chooses the slab, by the schedule alone:
 every step chooses the same.
 
-Where weight gradients are delayed, a microbatch stays in its place until they are computed. They need gradients of
-results and of activations too, which lie in a *delayed place* of as many rows and slots, from the first part of the
-backward to the second. A layer begins in it where it begins in its place. These places have a number of their own,
+Where weight gradients are delayed, a microbatch stays in its slab until they are computed. They need gradients of
+results and of activations too, which lie in a *delayed slab* of as many rows and slots, from the first part of the
+backward to the second. A layer begins in it where it begins in its slab. These slabs have a number of their own,
 because fewer microbatches are between the two parts than in flight.
 
-Where a layer does not fit into its place, a flag is set and the layer is written at the place's beginning. Its own
+Where a layer does not fit into its slab, a flag is set and the layer is written at the slab's beginning. Its own
 forward is right, so the need of all layers is known, but a backward would read other rows: the step is void.
 
 To the compiler an arena is a number, its handle: an operation that takes the handle is a function of its other
@@ -45,12 +45,12 @@ NONE = 0
 
 
 def take_reference(
-    sizes: list[tuple[int, int]], room: tuple[int, int], keeps: bool = True, place: int = 0
+    sizes: list[tuple[int, int]], room: tuple[int, int], keeps: bool = True, slab: int = 0
 ) -> tuple[list[tuple[int, int]], tuple[int, int], bool]:
-    """The layers of a microbatch by their rows and slots, and the room of a place: first rows and slots, need, whether
+    """The layers of a microbatch by their rows and slots, and the room of a slab: first rows and slots, need, whether
     one did not fit."""
     bases, head, overflowed = [], (0, 0), False
-    first = (place * room[0], place * room[1]) if keeps else (0, 0)
+    first = (slab * room[0], slab * room[1]) if keeps else (0, 0)
     for size in sizes:
         begin = head if keeps else (0, 0)
         fits = all(begun + number <= limit for begun, number, limit in zip(begin, size, room, strict=True))
@@ -60,9 +60,9 @@ def take_reference(
     return bases, head, overflowed
 
 
-@triton.jit(do_not_specialize=["place", "num_place_rows", "num_place_slots"])
+@triton.jit(do_not_specialize=["slab", "num_slab_rows", "num_slab_slots"])
 def _take_kernel(
-    rows_ptr, slots_ptr, base_ptr, head_ptr, need_ptr, overflowed_ptr, place, num_place_rows, num_place_slots,
+    rows_ptr, slots_ptr, base_ptr, head_ptr, need_ptr, overflowed_ptr, slab, num_slab_rows, num_slab_slots,
     KEEPS: tl.constexpr,
 ):  # fmt: skip
     num_rows, num_slots = tl.load(rows_ptr).to(tl.int64), tl.load(slots_ptr).to(tl.int64)
@@ -74,10 +74,10 @@ def _take_kernel(
     number = tl.load(head_ptr + 2)
     if not KEEPS:
         row, slot = row * 0, slot * 0
-    fits = (row + num_rows <= num_place_rows) & (slot + num_slots <= num_place_slots)
-    first = place.to(tl.int64)  # its product with the room of a place may be large
-    tl.store(base_ptr, first * num_place_rows + tl.where(fits, row, 0))
-    tl.store(base_ptr + 1, first * num_place_slots + tl.where(fits, slot, 0))
+    fits = (row + num_rows <= num_slab_rows) & (slot + num_slots <= num_slab_slots)
+    first = slab.to(tl.int64)  # its product with the room of a slab may be large
+    tl.store(base_ptr, first * num_slab_rows + tl.where(fits, row, 0))
+    tl.store(base_ptr + 1, first * num_slab_slots + tl.where(fits, slot, 0))
     tl.store(base_ptr + 2, number)
     tl.store(base_ptr + 3, first)
     tl.store(overflowed_ptr, (tl.load(overflowed_ptr) != 0).to(tl.int8) | (~fits).to(tl.int8))
@@ -89,11 +89,11 @@ def _verify_kernel(base_ptr, heads_ptr, overflowed_ptr):
         tl.store(overflowed_ptr, 1)
 
 
-@triton.jit(do_not_specialize=["delayed_place", "num_place_rows", "num_place_slots"])
-def _delay_kernel(base_ptr, delayed_ptr, delayed_place, num_place_rows, num_place_slots):
-    distance = delayed_place - tl.load(base_ptr + 3)
-    tl.store(delayed_ptr, tl.load(base_ptr) + distance * num_place_rows)
-    tl.store(delayed_ptr + 1, tl.load(base_ptr + 1) + distance * num_place_slots)
+@triton.jit(do_not_specialize=["delayed_slab", "num_slab_rows", "num_slab_slots"])
+def _delay_kernel(base_ptr, delayed_ptr, delayed_slab, num_slab_rows, num_slab_slots):
+    distance = delayed_slab - tl.load(base_ptr + 3)
+    tl.store(delayed_ptr, tl.load(base_ptr) + distance * num_slab_rows)
+    tl.store(delayed_ptr + 1, tl.load(base_ptr + 1) + distance * num_slab_slots)
 
 
 class Arena:
@@ -113,24 +113,24 @@ class Arena:
         *,
         is_checkpointed: bool = False,
         format: ExpertFormat = PLAIN,
-        num_places: int = 1,
-        num_delayed_places: int = 0,
+        num_slabs: int = 1,
+        num_delayed_slabs: int = 0,
     ) -> None:
-        """`hidden` is F; rows and slots are kept in `format`; `num_places` microbatches are kept at a time, and
-        `num_delayed_places` of them wait for their weight gradients. The arena has no room yet."""
+        """`hidden` is F; rows and slots are kept in `format`; `num_slabs` microbatches are kept at a time, and
+        `num_delayed_slabs` of them wait for their weight gradients. The arena has no room yet."""
         self.rows_AW = torch.empty(0, format.row_width(width, dtype), dtype=dtype, device=device)
         self.hidden_BH = format.new_hidden(self.rows_AW, 0, hidden)
         self.dy_CW = torch.empty_like(self.rows_AW)
         self.dactive_GF = torch.empty(0, hidden, dtype=format.result_dtype(dtype), device=device)
-        self.num_delayed_places = num_delayed_places
-        self.delayed_place = 0
+        self.num_delayed_slabs = num_delayed_slabs
+        self.delayed_slab = 0
         """That of the backward under way, if its weight gradients are delayed."""
-        self.heads_P3 = torch.zeros(num_places, 3, dtype=torch.int64, device=device)
-        """By place, rows and slots that the layers of its forward have taken so far, or would have; its number."""
-        self.place = 0
+        self.heads_P3 = torch.zeros(num_slabs, 3, dtype=torch.int64, device=device)
+        """By slab, rows and slots that the layers of its forward have taken so far, or would have; its number."""
+        self.slab = 0
         """That of the forward under way."""
         self.room = (0, 0)
-        """Rows and slots of a place."""
+        """Rows and slots of a slab."""
         self.need = torch.zeros(2, dtype=torch.int64, device=device)
         """The largest head since `reset`."""
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
@@ -152,7 +152,7 @@ class Arena:
         return self
 
     @property
-    def num_places(self) -> int:
+    def num_slabs(self) -> int:
         """Microbatches that are kept at a time."""
         return len(self.heads_P3)
 
@@ -164,7 +164,7 @@ class Arena:
     @property
     def can_delay(self) -> bool:
         """Whether weight gradients of a layer may be computed after the rest of its backward."""
-        return self.keeps and self.num_delayed_places > 0
+        return self.keeps and self.num_delayed_slabs > 0
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -178,16 +178,16 @@ class Arena:
 
     @property
     def room_bytes(self) -> tuple[int, int]:
-        """Bytes of one row and of one slot of room: in every place."""
+        """Bytes of one row and of one slot of room: in every slab."""
         row, slot, delayed_row, delayed_slot = (tensor.shape[1] * tensor.element_size() for tensor in self.buffers)
-        number, delayed = self.num_places, self.num_delayed_places
+        number, delayed = self.num_slabs, self.num_delayed_slabs
         return number * row + delayed * delayed_row, number * slot + delayed * delayed_slot
 
     def resize(self, num_rows: int, num_slots: int) -> None:
-        """Allocate places for so many rows and slots of all layers together; one place, and no delayed one, while
+        """Allocate slabs for so many rows and slots of all layers together; one slab, and no delayed one, while
         nothing is kept. The old contents are lost."""
         self.room = num_rows, num_slots
-        number, delayed = (self.num_places, self.num_delayed_places) if self.keeps else (1, 0)
+        number, delayed = (self.num_slabs, self.num_delayed_slabs) if self.keeps else (1, 0)
         lengths = number * num_rows, number * num_slots, delayed * num_rows, delayed * num_slots
         if lengths == tuple(map(len, self.buffers)):
             return
@@ -199,15 +199,15 @@ class Arena:
             buffer.new_empty(length, buffer.shape[1]) for buffer, length in zip(empty, lengths, strict=True)
         )
 
-    def start_forward(self, place: int = 0) -> None:
-        """Take from the beginning of a place: before the forward of a microbatch. Its last forward is overwritten.
+    def start_forward(self, slab: int = 0) -> None:
+        """Take from the beginning of a slab: before the forward of a microbatch. Its last forward is overwritten.
 
-        Raises: IndexError for a place that the arena does not have.
+        Raises: IndexError for a slab that the arena does not have.
         """
-        head = self.heads_P3[place]
+        head = self.heads_P3[slab]
         head[:2].zero_()
         head[2:].add_(1)
-        self.place = place
+        self.slab = slab
 
     def reset(self) -> None:
         """Forget need and overflow."""
@@ -215,26 +215,26 @@ class Arena:
         self.overflowed.zero_()
 
     def take(self, num_rows: Tensor, num_slots: Tensor) -> Tensor:
-        """Take room for a layer: -> int64 [4], its first row and slot, the number of the forward, and its place.
+        """Take room for a layer: -> int64 [4], its first row and slot, the number of the forward, and its slab.
 
         Shapes: int32 scalars on the device, the layer's rows and slots; views of longer arrays are allowed.
         """
-        head = self.heads_P3[self.place]
+        head = self.heads_P3[self.slab]
         base = head.new_empty(4)
         _take_kernel[(1,)](
             num_rows, num_slots, base, head, self.need, self.overflowed.view(torch.int8),
-            self.place if self.keeps else 0, *self.room, KEEPS=self.keeps,
+            self.slab if self.keeps else 0, *self.room, KEEPS=self.keeps,
         )  # fmt: skip
         return base
 
     def verify(self, base: Tensor) -> None:
-        """Before a layer's backward: if another forward has begun in its place since, its rows are overwritten, and the
+        """Before a layer's backward: if another forward has begun in its slab since, its rows are overwritten, and the
         step is void."""
         if self.keeps:
             _verify_kernel[(1,)](base, self.heads_P3, self.overflowed.view(torch.int8))
 
     def delay(self, base: Tensor) -> Tensor:
-        """Where the layer of a `base` begins in the delayed place: int64 [2], its first row and slot."""
+        """Where the layer of a `base` begins in the delayed slab: int64 [2], its first row and slot."""
         delayed = base.new_empty(2)
-        _delay_kernel[(1,)](base, delayed, self.delayed_place, *self.room)
+        _delay_kernel[(1,)](base, delayed, self.delayed_slab, *self.room)
         return delayed

@@ -33,9 +33,9 @@ from titan_moe.parallel.arena import count_moe_layers
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import Messages, Received, activations_like
-from titan_moe.parallel.pipeline.places import InFlight, Places
 from titan_moe.parallel.pipeline.rehearsal import Rehearsals, StandIns, first_microbatches, unchanged
 from titan_moe.parallel.pipeline.runs import Delaying, RunInPieces, StageInPieces, StageRun, WholeRun
+from titan_moe.parallel.pipeline.slabs import InFlight, Slabs
 from titan_moe.parallel.pipeline.stages import TiedEmbedding, parts_by_stage
 from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
@@ -100,7 +100,7 @@ class StepRun:
         """`entries` are this rank's."""
         self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
         self.microbatches, self.entries, self.messages = list(batch.microbatches()), entries, messages
-        self.places = Places(pipeline.capacity, pipeline.stages_with_experts)
+        self.slabs = Slabs(pipeline.capacity, pipeline.stages_with_experts)
         self.received = defaultdict[InFlight, list[Tensor]](list)
         """The messages of a microbatch, until its gradients are computed: delayed weight gradients may read them."""
         self.inputs: dict[InFlight, Received] = {}
@@ -138,7 +138,7 @@ class StepRun:
             self._run(entry)
         for action in halves(entry):
             if action.frees:
-                self.places.free(action.stage, action.microbatch)
+                self.slabs.free(action.stage, action.microbatch)
                 for message in self.received.pop(action[1:], ()):
                     self.messages.free(message)
                 self._end_backward(action.stage)
@@ -154,7 +154,7 @@ class StepRun:
                 for _ in self._backward(stage, microbatch):
                     pass
             case "backward_input":
-                with self.places.backward_of(stage, microbatch):
+                with self.slabs.backward_of(stage, microbatch):
                     for _ in self._backward(stage, microbatch):
                         pass
             case "backward_weight":
@@ -197,7 +197,7 @@ class StepRun:
         in_pieces = self.in_pieces.get(stage)
         run = WholeRun(self.stages[stage], *inputs) if in_pieces is None else RunInPieces(in_pieces, *inputs)
         self.runs[key] = run
-        with self.places.forward_of(stage, microbatch):
+        with self.slabs.forward_of(stage, microbatch):
             out = self._beside_messages(key, (yield from run.forward(x)))
         if is_last:
             self.losses.append(out)

@@ -68,7 +68,7 @@ class Rehearsals:
         if self.is_alone or not compiles:
             return False
         arena = self.capacity.arena
-        # of the schedule: a rank without experts has no delayed places
+        # of the schedule: a rank without experts has no delayed slabs
         sizes = *self.capacity.sizes, self.experts_delay and arena is not None and arena.keeps
         self.done = {rehearsed for rehearsed in self.done if rehearsed[0] == sizes[0]}  # to set the factor drops graphs
         is_new = sizes not in self.done

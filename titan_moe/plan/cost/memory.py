@@ -13,7 +13,7 @@ from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.pipeline.parts import Part, parts_of
-from titan_moe.plan.pipeline.places import ArenaPlaces
+from titan_moe.plan.pipeline.slabs import ArenaSlabs
 
 SCALE_BYTES = 16
 """The scales behind the codes of a row or slot in fp8 take a multiple of this (kernels/experts/fp8/packed.py)."""
@@ -84,20 +84,20 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
     return max(rows, _clone_bytes(recipe)) if recipe.parallel.facts.shares_memory_of_ep else rows
 
 
-def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, places: ArenaPlaces | None = None) -> int:
+def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, slabs: ArenaSlabs | None = None) -> int:
     """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs; on a pipeline rank
-    those of all its places, and in its delayed places the gradients of results and of activations, which delayed weight
+    those of all its slabs, and in its delayed slabs the gradients of results and of activations, which delayed weight
     gradients need too."""
-    factor, places = capacity_factor, places or ArenaPlaces(1, recipe.model.num_moe_layers)
+    factor, slabs = capacity_factor, slabs or ArenaSlabs(1, recipe.model.num_moe_layers)
     if recipe.memory.recompute != "none":  # nothing is kept: there is room for one layer
-        factor, places = 0.0, places._replace(number=1, num_delayed=0)
-    rows, slots = layer_loads(recipe)._replace(num_layers=places.num_layers).room(factor)
+        factor, slabs = 0.0, slabs._replace(number=1, num_delayed=0)
+    rows, slots = layer_loads(recipe)._replace(num_layers=slabs.num_layers).room(factor)
     element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], expert_hidden_size(recipe)
     row, slot = recipe.model.expert_width * element, 2 * hidden * element
     if has_native_experts(recipe):
         row, slot = packed_bytes(recipe, recipe.model.expert_width), packed_bytes(recipe, 2 * hidden)
-    kept = places.number * (rows * row + slots * slot)
-    return kept + places.num_delayed * (rows * row + slots * hidden * element)
+    kept = slabs.number * (rows * row + slots * slot)
+    return kept + slabs.num_delayed * (rows * row + slots * hidden * element)
 
 
 def packed_bytes(recipe: Recipe, width: int) -> int:

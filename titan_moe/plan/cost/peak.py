@@ -60,7 +60,7 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     is_first = num_microbatches(recipe, part.world_size) == 1  # and the last: nothing is accumulated before
     parameters = parameters_of(part)
     state, gradients = parameters * (master + p.bytes_of_moments), parameters * master
-    arena = arena_bytes_per_rank(recipe, capacity_factor, part.places) if part.has_arena(experts) else 0
+    arena = arena_bytes_per_rank(recipe, capacity_factor, part.slabs) if part.has_arena(experts) else 0
     # what FSDP gathers for all of forward and backward, and reduces after it
     of_root = (count["embedding"] + count["head"]) / recipe.parallel.tp
     of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))

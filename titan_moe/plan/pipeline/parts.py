@@ -10,9 +10,9 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.cost.count import ParameterCount
 from titan_moe.plan.pipeline.flops import flops_of_stage
-from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places, few_microbatches
 from titan_moe.plan.pipeline.schedules import Measure, measure_rank
 from titan_moe.plan.pipeline.simulation import max_before_backward, max_delayed, max_held, max_messages
+from titan_moe.plan.pipeline.slabs import ArenaSlabs, arena_slabs, few_microbatches
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.pipeline.weight_grads import obstacle_of, splits_backward
 
@@ -35,8 +35,8 @@ class Part:
     """Of these, in the same way, the largest number that waits for weight gradients of routed experts."""
     num_messages: int = 0
     """The most buffers of messages to and from other ranks at a time, beside the activations in flight."""
-    places: ArenaPlaces | None = None
-    """The places of the rank's arena; None without a pipeline."""
+    slabs: ArenaSlabs | None = None
+    """The slabs of the rank's arena; None without a pipeline."""
     run: Recipe | None = None
     """The recipe with all layers; None without a pipeline."""
 
@@ -78,7 +78,7 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
             num_before_backward=_most(recipe, world_size, rank, max_before_backward),
             num_delayed=delayed(recipe, world_size, rank),
             num_messages=_num_messages(recipe, world_size, rank),
-            places=arena_places(recipe, rank, world_size),
+            slabs=arena_slabs(recipe, rank, world_size),
             run=recipe,
         )
         parts.append(part)

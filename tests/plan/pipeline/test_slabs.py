@@ -1,4 +1,4 @@
-"""The places of an arena: as many as the schedule keeps at a time, counted one by one."""
+"""The slabs of an arena: as many as the schedule keeps at a time, counted one by one."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.train import TrainConfig
-from titan_moe.plan.pipeline.places import arena_places, moe_layers_of
 from titan_moe.plan.pipeline.schedules import actions_of
+from titan_moe.plan.pipeline.slabs import arena_slabs, moe_layers_of
 
 MODEL = ModelConfig(num_layers=9, num_dense_layers=2, moe=MoEConfig(num_experts=8))
 TRAIN = TrainConfig(global_batch_sequences=128, micro_batch_sequences=2)  # 32 microbatches
@@ -24,7 +24,7 @@ def recipe(schedule: str, layout: str = "") -> Recipe:
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("schedule", LAYOUTS)
-def test_places_are_the_most_in_flight(schedule: str, rank: int) -> None:
+def test_slabs_are_the_most_in_flight(schedule: str, rank: int) -> None:
     run = recipe(schedule)
     layers = moe_layers_of(run, rank)
     in_flight, most, delayed, most_delayed = set(), 0, set(), 0
@@ -37,13 +37,13 @@ def test_places_are_the_most_in_flight(schedule: str, rank: int) -> None:
         if kind == "backward_input" and layers[stage]:
             delayed.add((stage, microbatch))
         most, most_delayed = max(most, len(in_flight)), max(most_delayed, len(delayed))
-    places = arena_places(run, rank, world_size=8)
-    assert places == (max(most, 1), max(layers.values()), most_delayed)
+    slabs = arena_slabs(run, rank, world_size=8)
+    assert slabs == (max(most, 1), max(layers.values()), most_delayed)
     assert (most_delayed > 0) == (SCHEDULES[schedule].splits_backward and most > 0)
 
 
-def test_places_of_1f1b() -> None:
-    assert [arena_places(recipe("1f1b", "Ett|ttt|tt|ttL"), rank, 8) for rank in range(4)] == [
+def test_slabs_of_1f1b() -> None:
+    assert [arena_slabs(recipe("1f1b", "Ett|ttt|tt|ttL"), rank, 8) for rank in range(4)] == [
         (1, 0, 0),
         (3, 3, 0),
         (2, 2, 0),
@@ -52,4 +52,4 @@ def test_places_of_1f1b() -> None:
 
 
 def test_without_a_pipeline_there_is_one_place() -> None:
-    assert arena_places(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8) == (1, 7, 0)
+    assert arena_slabs(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8) == (1, 7, 0)

@@ -1,4 +1,4 @@
-"""The places of a pipeline rank's arena: one for each microbatch that a stage of it keeps for backward, and a delayed
+"""The slabs of a pipeline rank's arena: one for each microbatch that a stage of it keeps for backward, and a delayed
 one for each whose weight gradients are computed later."""
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.pipeline.weight_grads import splits_backward
 
 
-class ArenaPlaces(NamedTuple):
+class ArenaSlabs(NamedTuple):
     """How an arena is divided (kernels/experts/arena.py)."""
 
     number: int
@@ -22,18 +22,18 @@ class ArenaPlaces(NamedTuple):
     """The most pairs between `backward_input` and `backward_weight`."""
 
 
-def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int, int] | None = None) -> ArenaPlaces:
-    """The places of a pipeline rank. A stage without MoE layers needs none. `layers` are the MoE layers of each stage
+def arena_slabs(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int, int] | None = None) -> ArenaSlabs:
+    """The slabs of a pipeline rank. A stage without MoE layers needs none. `layers` are the MoE layers of each stage
     of the rank; without it, those of the recipe's model."""
     p = recipe.parallel
     layers = moe_layers_of(recipe, rank) if layers is None else layers
     most = max(layers.values())
     if p.pp == 1 or not most:
-        return ArenaPlaces(1, most)
+        return ArenaSlabs(1, most)
     with_experts = {stage: 1.0 for stage, num_layers in layers.items() if num_layers}
     of_rank = p, few_microbatches(recipe, world_size), rank, with_experts
     num_delayed = measure_rank(max_delayed, *of_rank) if splits_backward(recipe) else 0
-    return ArenaPlaces(round(measure_rank(max_held, *of_rank)), most, round(num_delayed))
+    return ArenaSlabs(round(measure_rank(max_held, *of_rank)), most, round(num_delayed))
 
 
 def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:
