@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refusals
+from titan_moe.config import RecipeError
 from titan_moe.config.explain import explain, list_fields, recipe_with_explanations
 from titan_moe.config.nearest import nearest_key
-from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE, assumes_nodes, planning, ranks_of_a_node, smallest_world
-from titan_moe.config.parse import blame, split_overrides
-from titan_moe.plan.check_report import describe
+from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE
+from titan_moe.config.parse import split_overrides
+from titan_moe.entry import check, load_accepted
 from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
 from titan_moe.run.end_process import end_soon
 from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
@@ -90,7 +90,7 @@ def _command(argv: Sequence[str]) -> int:
                 print(recipe_with_explanations())
             return 0
         if args.verb == "check":
-            with planning(), _closed_pipe_ignored():
+            with _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
@@ -108,8 +108,7 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str |
         print(explain(key) if key else list_fields())
     if path is None:
         return
-    recipe = _load(path, overrides, nproc)
-    print(describe(recipe, nproc or smallest_world(recipe.parallel), gpu))
+    print(check(path, overrides, num_ranks=nproc, gpu=gpu))
     if nproc is None:
         print("\nThis is the smallest number of ranks that the layout allows; --nproc N checks another.")
 
@@ -132,7 +131,7 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     if nproc not in (None, world_size):
         problem = f"--nproc {nproc}, but WORLD_SIZE = {world_size} is set, as for a rank of a launcher"
         raise RecipeError([f"{problem}; omit --nproc, or unset WORLD_SIZE and RANK"])
-    recipe = _load(path, overrides, world_size)
+    recipe = load_accepted(path, overrides, world_size)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:  # every rank runs this function again, with WORLD_SIZE
         with _imports_frozen():
             from titan_moe.run.launch import launch
@@ -187,20 +186,6 @@ def _imports_frozen() -> Iterator[None]:
             atexit.register(gc.unfreeze)  # exit takes most of a second longer
 
 
-def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
-    recipe = load_recipe(path, overrides)
-    problems = refusals(recipe, world_size)
-    ranks = world_size or smallest_world(recipe.parallel)
-    if problems and assumes_nodes(ranks):
-        with planning(False):
-            elsewhere = tuple(check_rules(recipe, ranks))
-        note = f"nodes of {ranks_of_a_node(ranks)} are assumed: --nproc {ranks} --nproc-per-node says another number"
-        problems = [problem if problem.startswith(elsewhere) else f"{problem}; {note}" for problem in problems]
-    if problems:
-        raise RecipeError(blame(problems, path, overrides))
-    return recipe
-
-
 def _set_up_logging() -> None:
     """Show messages of rank 0, and warnings of other ranks and packages."""
     logging.basicConfig(format="%(message)s")
@@ -235,16 +220,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_verb(verbs, "trace", purpose, "the recipe; the report is written into RUN/trace", launched)
     purpose = "check a recipe and show its shape and cost, without importing torch"
     options = "[--nproc-per-node N] [--gpu NAME] [--explain [KEY]] "
-    check = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
+    checked = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
     of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
-    check.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
+    checked.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
     gpus = "of this machine; without one, those with measured kernels"
     compared = (
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
     )
-    check.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. No other figure depends on it")
+    checked.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. No other figure depends on it")
     explained = "explain a field or a section of recipes; without KEY list all fields"
-    check.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
+    checked.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
     purpose = "print all fields of recipes at their defaults, with explanations, as one TOML"
     verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
     return parser

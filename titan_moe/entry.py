@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_moe.config import Recipe, RecipeError, load_recipe, refusals
-from titan_moe.config.parallel import planning, smallest_world
+from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refusals
+from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, smallest_world
+from titan_moe.config.parse import blame
 from titan_moe.plan.check_report import describe
 
 
@@ -32,11 +33,26 @@ def check(
     Raises: RecipeError with all rules that the recipe breaks.
     """
     with planning():
-        loaded = _load(recipe, overrides)
-        number = num_ranks or smallest_world(loaded.parallel)
-        if problems := refusals(loaded, number):
-            raise RecipeError(problems)
-        return describe(loaded, number, gpu)
+        loaded = load_accepted(recipe, overrides, num_ranks)
+        return describe(loaded, num_ranks or smallest_world(loaded.parallel), gpu)
+
+
+def load_accepted(recipe: Recipe | str | Path, overrides: Sequence[str], num_ranks: int | None) -> Recipe:
+    """A recipe that breaks no rule; by default on the smallest number of ranks that its layout allows.
+
+    Raises: RecipeError with all rules that it breaks, and the places in its file that set what breaks them.
+    """
+    loaded = _load(recipe, overrides)
+    problems = refusals(loaded, num_ranks)
+    number = num_ranks or smallest_world(loaded.parallel)
+    if problems and assumes_nodes(number):
+        with planning(False):
+            elsewhere = tuple(check_rules(loaded, number))
+        note = f"nodes of {ranks_of_a_node(number)} are assumed: --nproc {number} --nproc-per-node says another number"
+        problems = [problem if problem.startswith(elsewhere) else f"{problem}; {note}" for problem in problems]
+    if problems:
+        raise RecipeError(problems if isinstance(recipe, Recipe) else blame(problems, recipe, overrides))
+    return loaded
 
 
 def _load(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:

@@ -59,6 +59,17 @@ def _group_ranks(key_TGS, NUM_RANKED: tl.constexpr):
 
 
 @triton.jit
+def _experts_of(column_E, E: tl.constexpr, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The ids of columns, and whether they are experts: each group is padded to a power of two."""
+    expert_E = column_E
+    is_expert_E = column_E < E
+    if GROUPS > 1:
+        expert_E = column_E // BLOCK_S * (E // GROUPS) + column_E % BLOCK_S
+        is_expert_E = (column_E % BLOCK_S < E // GROUPS) & (column_E // BLOCK_S < GROUPS)
+    return expert_E, is_expert_E
+
+
+@triton.jit
 def _mask_groups(
     key_TE, is_expert_E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, NUM_RANKED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -100,13 +111,8 @@ def _route_kernel(
     part = tl.program_id(0).to(tl.int64)
     sequence = part // parts_per_sequence
     first_token = (part % parts_per_sequence).to(tl.int32) * PART
-    # each group is padded to a power of two, so a column is not an expert id
     column_E = tl.arange(0, BLOCK_G * BLOCK_S)
-    expert_E = column_E
-    is_expert_E = column_E < E
-    if GROUPS > 1:
-        expert_E = column_E // BLOCK_S * (E // GROUPS) + column_E % BLOCK_S
-        is_expert_E = (column_E % BLOCK_S < E // GROUPS) & (column_E // BLOCK_S < GROUPS)
+    expert_E, is_expert_E = _experts_of(column_E, E, GROUPS, BLOCK_S)
     bias_E = tl.load(bias_ptr + expert_E, mask=is_expert_E, other=0.0)
     selects_by_score = (GROUPS == 1 and not KEEPS) & (tl.max((bias_E != 0).to(tl.int32), axis=0) == 0)
     k_K = tl.arange(0, BLOCK_K)[None, :]
