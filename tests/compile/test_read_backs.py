@@ -80,6 +80,7 @@ def read_backs(monkeypatch: pytest.MonkeyPatch):
         yield find
 
 
+@pytest.mark.slow
 def test_read_backs_are_behind_barriers(read_backs) -> None:
     before = read_backs()
     assert before and all(before) != READS_BACK_WITHOUT_BARRIER.is_here

@@ -353,6 +353,7 @@ def test_rules_refuse_what_breaks_them(empty_file: Path, rule: Any) -> None:
     assert list(rule.check(good, 8)) == []
 
 
+@pytest.mark.slow
 def test_ways_out_of_broken_recipes_pass(empty_file: Path) -> None:
     """Every way that is printed, of every broken recipe: where one rule is broken, all rules pass with it."""
     without = set()

@@ -88,6 +88,7 @@ def test_text_glob_without_files_is_refused(tmp_path: Path) -> None:
         find_files("", "data.files")
 
 
+@pytest.mark.slow
 def test_text_standard_library_has_no_tests() -> None:
     files = find_text_files("python-stdlib")
     names = {file.as_posix() for file in files}

@@ -30,7 +30,7 @@ from titan_moe.training import build, clone_control
 from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
-STEPS = 3
+STEPS = 2
 CLONES = ParallelConfig(ep=4, dispatcher="alltoall", expert_clones="auto")
 
 

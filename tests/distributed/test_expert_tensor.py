@@ -19,7 +19,7 @@ from titan_moe.config.perf import MemoryConfig
 from titan_moe.training.build import assemble
 
 one_loss, tensor_parallel = map(load, ("distributed/test_one_loss", "distributed/test_tensor_parallel"))
-STEPS = 3
+STEPS = 2
 ETP2 = ParallelConfig(etp=2)
 EP2_ETP2 = ParallelConfig(ep=2, etp=2, dispatcher="alltoall")
 GATHERED = replace(EP2_ETP2, accumulate_unsharded=True)

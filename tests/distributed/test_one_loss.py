@@ -41,7 +41,7 @@ from titan_moe.training.build import assemble
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
 NUM_MASKED = 5
 """Labels that are missing, of the first sequence of a step."""
-SOME, FEW = 8, 3
+SOME, FEW = 8, 2
 """Steps of what differs from a layout that runs them all: beyond the warm-up, and of most."""
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
 MOE = MoEConfig(

@@ -26,7 +26,7 @@ from titan_moe.training.step_runner import StepRunner
 
 one_loss = load("distributed/test_one_loss")
 
-STEPS, ALL_STEPS = 3, 20
+STEPS, ALL_STEPS = 2, 20
 NUM_SEQUENCES, MICROBATCHES_A_RANK = 16, 2
 """As few as a pipeline in the form of a V fills all its ranks with."""
 SCHEDULES = {

@@ -33,7 +33,7 @@ def built(moe: MoEConfig, experts: str) -> nn.Sequential:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("experts", ["grouped_mm", "reference"])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_moe_under_autocast_is_that_of_converted_weights(variant: str, experts: str, is_compiled: bool) -> None:
     model, x_BND = built(VARIANTS[variant], experts), torch.randn(2, 8, WIDTH)
     narrow = built(VARIANTS[variant], experts).bfloat16()

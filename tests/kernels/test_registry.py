@@ -84,6 +84,7 @@ def test_equals_reference(kernel: Kernel, dtype: torch.dtype, device: str) -> No
         check(kernel, kernel.op, sample, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "dtype", "device"), cases())
 def test_compiles_as_one_graph(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)

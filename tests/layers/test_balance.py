@@ -196,7 +196,9 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [*list(MODES)[:2], *(pytest.param(m, marks=pytest.mark.slow) for m in list(MODES)[2:])]
+)
 def test_balance_counts_accumulate_once_per_backward(mode: str) -> None:
     plain, router = (build(dtype=torch.float32, reduction="mean") for _ in range(2))
     counts_E, run = expected_counts(plain), MODES[mode](router)
@@ -210,7 +212,7 @@ def test_balance_counts_accumulate_once_per_backward(mode: str) -> None:
     torch.testing.assert_close(router.weight.grad, 3 * plain.weight.grad)
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_balance_counts_with_several_microbatches_in_flight(mode: str) -> None:
     router = build(dtype=torch.float32)
     counts_E, run = expected_counts(router), MODES[mode](router)
@@ -220,7 +222,7 @@ def test_balance_counts_with_several_microbatches_in_flight(mode: str) -> None:
     assert torch.equal(router.balance.tokens_per_expert_E, 3 * counts_E)
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_balance_counts_nothing_in_validation(mode: str) -> None:
     router = build(dtype=torch.float32)
     run = MODES[mode](router)

@@ -25,6 +25,7 @@ def built(attention: AttentionConfig, moe: MoEConfig, num_layers: int = 12) -> T
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("moe", [DENSE, SPARSE], ids=["dense", "moe"])
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])

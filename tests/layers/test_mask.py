@@ -31,12 +31,13 @@ def make_spec(num_tokens: int, window: int = 10**6, documents: str = "none") -> 
 
 def mask_by_loops(spec: MaskSpec) -> Tensor:
     ids = torch.zeros(1, spec.num_tokens) if spec.document_ids_BN is None else spec.document_ids_BN
-    mask = torch.zeros(len(ids), 1, spec.num_tokens, spec.num_tokens, dtype=torch.bool)
-    for sequence, documents in enumerate(ids.tolist()):
-        for query in range(spec.num_tokens):
-            for key in range(max(0, query - spec.window + 1), query + 1):
-                mask[sequence, 0, query, key] = documents[query] == documents[key]
-    return mask
+    tokens = range(spec.num_tokens)
+    return torch.tensor(
+        [
+            [[[q - spec.window < k <= q and documents[q] == documents[k] for k in tokens] for q in tokens]]
+            for documents in ids.tolist()
+        ]
+    )
 
 
 @pytest.mark.parametrize("documents", IDS)

@@ -109,6 +109,7 @@ class Composed(nn.Module):
         return self.outward(x_BND + self.moe(x_BND))
 
 
+@pytest.mark.slow
 def test_moe_trains_in_a_users_module_without_a_process_group() -> None:
     assert not dist.is_initialized()
     torch.manual_seed(0)

@@ -133,7 +133,9 @@ def test_recompute_takes_the_first_choice_with_the_scores_of_other_logits() -> N
         assert torch.equal(parameter.grad, expected.grad)
 
 
-@pytest.mark.parametrize("mode", ["eager", "block", "router"])
+@pytest.mark.parametrize(
+    "mode", ["eager", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("block", "router"))]
+)
 def test_recompute_keeps_the_choices_of_microbatches_in_flight(mode: str) -> None:
     """Between their forwards and backwards a bias moves, which changes the selection and nothing else. A compiler makes
     one graph of both forwards."""

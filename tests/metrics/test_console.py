@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from titan_moe.metrics.console import Console, format_line, format_start
 
 RECORD = {
@@ -88,6 +90,7 @@ def test_console_bar_only_on_a_terminal(monkeypatch, capsys):
     assert "5/10" in stream.getvalue() and "loss 2.346" in stream.getvalue()
 
 
+@pytest.mark.slow
 def test_console_that_is_lost_does_not_end_a_run() -> None:
     """A closed pipe, as of `titan-moe train ... | head`; the process then ends without an error."""
     program = (

@@ -63,6 +63,7 @@ def test_emulated_fp8_is_near_fp64(formats: GemmFormats, floors: tuple[int, ...]
         assert floor <= decibels(e, r) < (35 if floor < 30 else 200), "neither too far nor not rounded"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older CPU builds have no scaled product of rows")
 @pytest.mark.parametrize(
     "formats", [GemmFormats("fp8_rowwise", "fp8_rowwise", "compute"), three("fp8_tensorwise")], ids=str
@@ -123,6 +124,7 @@ def test_swiglu_down_activates_and_multiplies() -> None:
     assert 26 < decibels(swiglu(hidden) @ mlp.down.weight.T, rounded.down(hidden)) < 35
 
 
+@pytest.mark.slow
 def test_compiled_mlp_keeps_no_more_than_input_and_pre_activation() -> None:
     torch._dynamo.reset()
     _, rounded = converted_mlp(three("fp8_rowwise"))

@@ -14,6 +14,7 @@ from titan_moe.training.count_class import count_model
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_layers", "total", "active", "gflop"),
     [  # published for all layers: parameters in billions, GFLOP a token at 4,096 tokens

@@ -270,6 +270,7 @@ def test_what_is_no_loss_is_refused(tiny, name: str, found: str, capsys: pytest.
     assert f"returns {found} for tokens and labels; let it return the loss, a scalar" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--data.document_attention=true",), ("--train.seq_len_tokens=2",)])
 @pytest.mark.parametrize("name", ["Summed", "Smoothed", "Dropping", "Confident"])
 def test_a_summed_loss_is_trained(tiny, name: str, words: tuple[str, ...]) -> None:
@@ -282,6 +283,7 @@ def test_a_model_with_rows_for_the_tokenizer_alone_is_trained(tiny, tmp_path: Pa
     assert own(tiny, "Narrow", *text).train() == 0
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_trains_as_ours_and_is_resumed(tiny) -> None:
     """The check changes no number, also after training: random labels stay as hard."""
     plain, run = tiny("--train.steps=30"), own(tiny, "Summed", steps=30)
@@ -322,6 +324,7 @@ def test_a_router_that_counts_nothing_is_told(tiny, caplog: pytest.LogCaptureFix
     assert message.startswith("layers.1.feed_forward.router counts no tokens: its router does not pass")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--memory.recompute=block",)])
 @pytest.mark.parametrize("name", ["FrozenRouters", "FrozenExperts", "FrozenMoE", "ExpertsAlone", "FrozenBelow"])
 def test_tokens_of_frozen_parts_are_counted_once(tiny, name: str, words: tuple[str, ...]) -> None:
@@ -352,6 +355,7 @@ def test_a_frozen_stage_is_refused(tiny) -> None:
             check_parts([trained, frozen], recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Deaf", "HalfDeaf"])
 def test_documents_that_see_each_other_are_refused(tiny, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert own(tiny, name, "--data.document_attention=true").train() == 2
@@ -381,6 +385,7 @@ PAIRS = 32 / 2
 TINY_FLOPS = 6 * sum(MATRICES.values()) + 6 * 2 * (2 * 2 * 16) * PAIRS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters", "active", "flops"),
     [
@@ -409,6 +414,7 @@ def test_a_model_of_ones_own_is_counted(
         assert record["tflops_per_gpu"] == pytest.approx(flops * record["tokens_per_second_per_gpu"] / 1e12)
 
 
+@pytest.mark.slow
 def test_windows_are_counted_as_those_of_the_default_class(tiny) -> None:
     window = "--model.attention.sliding_window=8"
     run, plain = own(tiny, "Summed", window, steps=1), tiny("--train.steps=1", window)

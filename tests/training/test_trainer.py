@@ -4,10 +4,10 @@ import gc
 import json
 import logging
 import re
+import runpy
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,10 +29,7 @@ FIELDS = {
     "memory_gib", "step_ms", "expert_load", "idle_experts", "skipped_steps", "rerun_steps",
     "rerun_share",
 }  # fmt: skip
-README = Path(__file__).parents[2] / "titan_moe" / "checkpoint" / "README.md"
-(LOAD,) = (
-    code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "checkpoint.load" in code
-)
+EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "continue_text.py"
 ROUTER = "layers.1.feed_forward.router"
 TEXT = ("--data.source=text", "--model.vocab_size=256", "--data.holdout_fraction=0.2", "--validation.num_sequences=4")
 
@@ -48,6 +45,7 @@ def text(tmp_path: Path) -> str:
     return f"--data.path={folder}/*.txt"
 
 
+@pytest.mark.slow
 def test_trainer_learns_and_reports_every_step(tiny) -> None:
     run = tiny("--train.steps=40")
     assert run.train() == 0
@@ -96,6 +94,7 @@ def test_trainer_releases_graphs_before_the_process_group(tiny, monkeypatch: pyt
     assert gc.isenabled(), "a run collects garbage at its own steps, and only while it runs"
 
 
+@pytest.mark.slow
 def test_trainer_run_folder_repeats_the_run(tiny) -> None:
     run = tiny("--train.steps=3", "--run.device=auto" if not torch.cuda.is_available() else "--run.device=cpu")
     assert run.train("--optim.lr=3e-3", "--model.moe.top_k", "3") == 0
@@ -109,6 +108,7 @@ def test_trainer_run_folder_repeats_the_run(tiny) -> None:
     assert rerun.trace == run.trace == before, "in another folder the recipe is a rerun"
 
 
+@pytest.mark.slow
 def test_trainer_keeps_the_model_and_says_how_it_ended(tiny, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="titan_moe")
     run = tiny("--train.steps=4", "--validation.every_steps=3", "--validation.num_sequences=4")
@@ -124,6 +124,7 @@ def test_trainer_keeps_the_model_and_says_how_it_ended(tiny, caplog: pytest.LogC
     assert tiny("--train.steps=1").train(f"--checkpoint.load_from={model}") == 0
 
 
+@pytest.mark.slow
 def test_trainer_without_a_last_save(tiny, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="titan_moe")
     run = tiny("--checkpoint.save_last_step=false", "--checkpoint.keep_latest=0")
@@ -132,6 +133,7 @@ def test_trainer_without_a_last_save(tiny, caplog: pytest.LogCaptureFixture) -> 
     assert run.train("--train.steps=5", "--checkpoint.every_steps=2") == 0 and run.saved_steps == [2, 4]
 
 
+@pytest.mark.slow
 def test_trainer_is_repeatable_by_seed(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, values in VARIABLES.items():  # so that what the mode sets does not stay
         monkeypatch.setenv(name, values[0])
@@ -143,6 +145,7 @@ def test_trainer_is_repeatable_by_seed(tiny, monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.are_deterministic_algorithms_enabled(), "what a run switches on, it switches off"
 
 
+@pytest.mark.slow
 def test_trainer_losses_do_not_depend_on_microbatches(tiny) -> None:
     columns = []
     for size in (1, 2, 4):
@@ -152,6 +155,7 @@ def test_trainer_losses_do_not_depend_on_microbatches(tiny) -> None:
     torch.testing.assert_close(columns[1:], columns[:1] * 2, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document_attention", ["false", "true"])
 def test_trainer_validation_loss_equals_brute_force(tiny, text: str, document_attention: str) -> None:
     run = tiny(*TEXT, text, f"--data.document_attention={document_attention}", "--train.micro_batch_sequences=2")
@@ -159,10 +163,8 @@ def test_trainer_validation_loss_equals_brute_force(tiny, text: str, document_at
     assert run.train(*words, "--validation.num_sequences=6") == 0
     assert [record["step"] for record in run.records if "validation_loss" in record] == [4, 6]
 
-    names: dict[str, Any] = {}
-    exec(LOAD.replace("runs/quickstart", str(run.folder)).replace("step-300", "step-6"), names)
-    assert names["tokens_BN"].shape == (1, 24)
-    expected = brute_force_loss(names["model"], text.partition("=")[2], 6, document_attention == "true")
+    model = runpy.run_path(str(EXAMPLE))["load_last"](run.folder)
+    expected = brute_force_loss(model, text.partition("=")[2], 6, document_attention == "true")
     assert run.column("validation_loss")[-1] == pytest.approx(expected, rel=1e-5)
 
 
@@ -186,6 +188,7 @@ def brute_force_loss(model: Transformer, path: str, num_sequences: int, ends_mat
     return torch.cat(losses).mean().item()
 
 
+@pytest.mark.slow
 def test_trainer_on_a_stream_validates_samples_and_resumes(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +208,7 @@ def test_trainer_on_a_stream_validates_samples_and_resumes(
     assert parted.trace == whole.trace
 
 
+@pytest.mark.slow
 def test_trainer_with_document_attention_differs(tiny, text: str) -> None:
     traces = []
     for switch in ("false", "true"):
@@ -220,6 +224,7 @@ def test_trainer_warns_of_data_that_is_not_read(tiny, caplog: pytest.LogCaptureF
     assert 'data.path = "corpus/*.py" is not read: data.source = "synthetic"' in caplog.messages
 
 
+@pytest.mark.slow
 def test_trainer_forced_balance_is_even_and_logged(
     tiny, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +248,7 @@ def test_trainer_forced_skew_is_constant_and_logged(tiny, caplog: pytest.LogCapt
     assert loads == [loads[0]] * 3 and loads[0] == pytest.approx(1.8, rel=0.1), "a step is not whole windows"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:Profiler")
 @pytest.mark.parametrize("start", [1, 3])
 def test_trainer_writes_a_trace(tiny, caplog: pytest.LogCaptureFixture, start: int) -> None:
@@ -264,6 +270,7 @@ def test_trainer_tensorboard_has_the_same_numbers(tiny) -> None:
         assert points == pytest.approx({record["step"]: record[name] for record in run.records if name in record})
 
 
+@pytest.mark.slow
 def test_trainer_sample_is_printed_and_repeatable(tiny, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny(*TEXT, text, "--train.steps=30", "--metrics.sample_tokens=40", "--optim.decay_steps=0")
     run.words.append("--checkpoint.save_last_step=false")
@@ -280,6 +287,7 @@ def test_trainer_sample_is_printed_and_repeatable(tiny, text: str, capsys: pytes
     assert sample("--metrics.sample_temperature=0") != first
 
 
+@pytest.mark.slow
 def test_trainer_with_a_model_of_ones_own(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_model.py").write_text(
         "from titan_moe.layers.block import Block\n"

@@ -29,7 +29,7 @@ def cases() -> list[Any]:
         for is_compiled in (False, True):
             name, is_triton = f"{kernels}-{'compiled' if is_compiled else 'eager'}", kernels in ("fused", "wide", "fp8")
             if not (is_triton and is_compiled):
-                marks = [pytest.mark.interpreted] if is_triton else []
+                marks = [pytest.mark.interpreted] if is_triton else [pytest.mark.slow] * is_compiled
                 found.append(pytest.param(kernels, is_compiled, "cpu", id=f"{name}-cpu", marks=marks))
             found.append(pytest.param(kernels, is_compiled, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu))
     return found

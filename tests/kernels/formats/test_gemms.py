@@ -196,6 +196,7 @@ def test_finer_scales_keep_small_numbers_in_products() -> None:
     assert noise["fp8_rowwise"] > noise["fp8_tensorwise"] + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", SCALED)
 def test_compiled_results_have_the_same_bits(format: Format) -> None:
     x_RI, weight_eOI, offsets_e, grad_RO = draw((100, 333, 340, 490), torch.bfloat16)

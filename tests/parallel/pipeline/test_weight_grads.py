@@ -169,6 +169,7 @@ def compiled(recipe: Recipe) -> tuple[nn.Module, WeightGradQueue]:
     return model, queue
 
 
+@pytest.mark.slow
 def test_what_is_in_a_graph_computes_its_own_gradients() -> None:
     torch._dynamo.reset()
     recipe = recipe_of("mla-latent-gate")
