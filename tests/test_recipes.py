@@ -10,8 +10,8 @@ import pytest
 from titan_moe.config import check_rules, dump_recipe, load_recipe
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.choice.hardware import find_hardware
-from titan_moe.plan.cost.memory import state_bytes_per_rank
 from titan_moe.plan.pipeline.describe import simulate_step
+from titan_moe.plan.resolved import Resolved
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RUNS = sorted(file for file in RECIPES.glob("*.toml"))
@@ -56,7 +56,7 @@ def test_its_states_leave_room_on_an_h200(file: Path) -> None:
     h200 = find_hardware("NVIDIA H200")
     assert h200 is not None
     recipe = load_recipe(file)
-    assert state_bytes_per_rank(recipe, ranks_of(file)) / 2**30 < 0.75 * h200.memory_gib
+    assert Resolved(recipe, ranks_of(file)).state_bytes / 2**30 < 0.75 * h200.memory_gib
     tokens_per_gpu = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens // 8
     assert ranks_of(file) > 8 or tokens_per_gpu in (4 * 4096, 8 * 4096, 12 * 4096), (
         "recipes for one host are comparable"
@@ -66,9 +66,9 @@ def test_its_states_leave_room_on_an_h200(file: Path) -> None:
 def test_the_bubble_that_the_recipe_of_a_pipeline_names() -> None:
     """And the one without its layout."""
     recipe = load_recipe(RECIPES / "deepseek_v3.toml")
-    assert round(100 * simulate_step(recipe, 128).bubble_share, 1) == 5.8
+    assert round(100 * simulate_step(Resolved(recipe, 128)).bubble_share, 1) == 5.8
     divided = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, pp_layout=""))
-    assert round(100 * simulate_step(divided, 128).bubble_share) == 12
+    assert round(100 * simulate_step(Resolved(divided, 128)).bubble_share) == 12
 
 
 @pytest.mark.parametrize("file", [file for file in RUNS if ranks_of(file) == 8], ids=by_name)

@@ -11,6 +11,7 @@ from titan_moe.config.recipe import microbatch_tokens, num_microbatches
 from titan_moe.plan.choice.hardware import find_hardware
 from titan_moe.plan.cost.count import training_flops_per_token
 from titan_moe.plan.pipeline.describe import simulate_step
+from titan_moe.plan.resolved import Resolved
 
 FIGURES = ("tokens/s/GPU", "of the first", "of pp 1 less bubble", "TF", "MFU", "step ms", "peak GiB")
 FACTS = (
@@ -97,7 +98,7 @@ def peer_facts(recipe: Recipe, num_ranks: int, recompute: str) -> dict[str, str]
 
 def bubble_share(recipe: Recipe, num_ranks: int) -> float:
     """The share of a step in which pipeline ranks wait, computed from FLOPs; 0 without a pipeline."""
-    return simulate_step(recipe, num_ranks).bubble_share if recipe.parallel.pp > 1 else 0.0
+    return simulate_step(Resolved(recipe, num_ranks)).bubble_share if recipe.parallel.pp > 1 else 0.0
 
 
 def _pipeline(recipe: Recipe, num_ranks: int) -> str:

@@ -15,8 +15,8 @@ from titan_moe.config.modules import Module, default_modules, modules_of
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.count import count_parameters, training_flops_per_token
-from titan_moe.plan.cost.peak import peak_bytes_per_rank
 from titan_moe.plan.pipeline.stages import stages_of
+from titan_moe.plan.resolved import Resolved
 
 TINY = Path(__file__).parents[1] / "training" / "tiny.toml"
 MLA = AttentionConfig(
@@ -73,7 +73,7 @@ def test_an_added_module_is_in_all_counts(table: str) -> None:
     assert more == 2 * 6 * 1_000_000
     tokens = own.train.micro_batch_sequences * own.train.seq_len_tokens
     element = {"bf16": 2, "fp32": 4, "fp64": 8}[own.precision.compute]
-    more = peak_bytes_per_rank(own, 1, 1.0) - peak_bytes_per_rank(plain, 1, 1.0)
+    more = Resolved(own, 1).peak_bytes(1.0) - Resolved(plain, 1).peak_bytes(1.0)
     assert more >= 2 * 10_000 * tokens * element
     sizes = [
         [sum(name.startswith("layers.") for name in stage) for stage in stages_of(it)]

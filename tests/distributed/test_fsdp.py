@@ -15,6 +15,7 @@ from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch import Routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.mesh import build_meshes
+from titan_moe.plan.resolved import Resolved
 from titan_moe.training.build import build_on_meta, build_parts
 
 RECIPE = Recipe(
@@ -33,13 +34,8 @@ RECIPE = Recipe(
 def watch(parallel: ParallelConfig) -> dict[str, Any]:
     """Which experts have their gradient before the block below starts its backward, and the dtypes of their inputs."""
     meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
-    (model,) = build_parts(
-        build_on_meta(replace(RECIPE, parallel=parallel)),
-        replace(RECIPE, parallel=parallel),
-        meshes,
-        torch.device("cpu"),
-        ExpertCapacity(),
-    )
+    resolved = Resolved(replace(RECIPE, parallel=parallel), meshes.sizes.world)
+    (model,) = build_parts(build_on_meta(resolved.recipe), resolved, meshes, torch.device("cpu"), ExpertCapacity())
     blocks = list(model.layers.values())
     reduced: dict[int, bool] = {}
     dtypes: set[tuple[torch.dtype, torch.dtype]] = set()

@@ -14,6 +14,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.models.part import part_of
 from titan_moe.parallel.arena import give_arena
 from titan_moe.plan.cost.memory import arena_bytes_per_rank
+from titan_moe.plan.resolved import Resolved
 from titan_moe.training.build import build_on_meta
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
@@ -25,7 +26,7 @@ def test_arena_has_the_planned_size(tp: int, etp: int) -> None:
     recipe = Recipe(model=MODEL, parallel=parallel, perf=PerfConfig(kernels="fused"))
     capacity = ExpertCapacity(1.5)
     model = build_on_meta(recipe)
-    give_arena(model, [model], recipe, torch.device("cpu"), capacity)
+    give_arena(model, [model], Resolved(recipe, 8), torch.device("cpu"), capacity)
     assert capacity.arena is not None and capacity.arena.num_bytes > 0
     assert capacity.arena.num_bytes == arena_bytes_per_rank(recipe, 1.5)
     num_tokens = etp * 8 * 256 // tp
@@ -47,7 +48,7 @@ PIPELINE = Recipe(
 def arena_of(recipe: Recipe, rank: int, *stages: list[str]) -> ExpertCapacity:
     capacity, model = ExpertCapacity(1.5), build_on_meta(recipe)
     parts = [part_of(model, names) for names in stages]
-    give_arena(model, parts, recipe, torch.device("cpu"), capacity, pipeline_rank=rank, world_size=4)
+    give_arena(model, parts, Resolved(recipe, 4), torch.device("cpu"), capacity, pipeline_rank=rank)
     for part in parts:
         for hook in part._forward_pre_hooks.values():
             hook(part, ())

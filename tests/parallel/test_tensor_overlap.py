@@ -27,8 +27,8 @@ from titan_moe.parallel.tensor_overlap import (
     gather_then_multiply,
     multiply_then_scatter,
     open_workspace,
-    workspace_bytes,
 )
+from titan_moe.plan.cost.memory import workspace_bytes
 from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
@@ -205,9 +205,9 @@ def test_workspace_is_opened_before_the_first_layer(monkeypatch: pytest.MonkeyPa
     group = SimpleNamespace(group_name="of tp")
     meshes: Any = SimpleNamespace(dense={"tp": SimpleNamespace(get_group=lambda: group)})
     recipe = overlapping("gqa")
-    open_workspace(recipe, meshes, torch.device("cuda", 0))
-    open_workspace(recipe, meshes, torch.device("cpu"))
-    open_workspace(replace(recipe, parallel=ParallelConfig(tp=2)), meshes, torch.device("cuda", 0))
+    plain = replace(recipe, parallel=ParallelConfig(tp=2))
+    for run, device in ((recipe, "cuda:0"), (recipe, "cpu"), (plain, "cuda:0")):
+        open_workspace(workspace_bytes(run), meshes, torch.device(device))
     assert opened == [("of tp", workspace_bytes(recipe))]
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import Recipe, check_rules, load_recipe
-from titan_moe.config.arena import experts_of
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.choice.hardware import gpus_here
 from titan_moe.plan.cost.memory import shared_bytes_per_rank
-from titan_moe.plan.cost.peak import peak_bytes_per_rank
 from titan_moe.plan.fit import CHANGES
+from titan_moe.plan.resolved import Resolved
 
 MIXTRAL = Path(__file__).parents[2] / "recipes" / "mixtral_8x7b.toml"
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
@@ -103,7 +102,7 @@ def by_hand(file: Path, num_ranks: int, limit_gib: float) -> list[tuple[int, int
 
 
 def peak_of(recipe: Recipe, num_ranks: int) -> float:
-    peak = peak_bytes_per_rank(recipe, num_ranks, 1.125, experts_of(recipe)) + shared_bytes_per_rank(recipe)
+    peak = Resolved(recipe, num_ranks).peak_bytes(1.125) + shared_bytes_per_rank(recipe)
     return peak / 2**30
 
 

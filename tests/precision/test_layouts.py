@@ -16,6 +16,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.mesh import build_meshes
+from titan_moe.plan.resolved import Resolved
 from titan_moe.training.build import build_on_meta, build_parts
 
 SEQUENCES, TOKENS = 4, 32
@@ -39,7 +40,9 @@ def gradients(precision: PrecisionConfig) -> tuple[Tensor, list[str]]:
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     meshes = build_meshes(resolve(RECIPE.parallel, num_ranks), torch.device("cpu"))
     recipe = replace(RECIPE, precision=precision)
-    (model,) = build_parts(build_on_meta(recipe), recipe, meshes, torch.device("cpu"), ExpertCapacity())
+    (model,) = build_parts(
+        build_on_meta(recipe), Resolved(recipe, num_ranks), meshes, torch.device("cpu"), ExpertCapacity()
+    )
     tokens = torch.randint(64, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(0))
     mine = tokens.unflatten(0, (num_ranks, -1))[rank]
     (model(mine, mine) / tokens.numel()).backward()

@@ -20,8 +20,9 @@ from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.models.transformer import Transformer
+from titan_moe.plan.resolved import Resolved
 from titan_moe.precision import experts
-from titan_moe.precision.policy import convert, resolve_formats
+from titan_moe.precision.policy import convert
 
 CPU = torch.device("cpu")
 GQA = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16, qkv_bias=True)
@@ -63,8 +64,8 @@ def test_convert_swaps_linears_and_nothing_else() -> None:
     model, recipe = build(linears="fp8_rowwise", modules_in_compute=("layers.2.*",), num_layers_at_start_in_compute=1)
     before = {name: type(module) for name, module in model.named_modules()}
     parameters = dict(model.named_parameters())
-    converted = convert(model, recipe, CPU)
-    assert converted == {name: ROWWISE for name in converted} == resolve_formats(recipe)
+    converted = convert(model, Resolved(recipe, 1), CPU)
+    assert converted == {name: ROWWISE for name in converted} == Resolved(recipe, 1).formats
     assert converted.keys() == {
         f"layers.1.{path}"
         for path in (
@@ -85,7 +86,7 @@ def test_convert_swaps_linears_and_nothing_else() -> None:
 def test_convert_without_formats_changes_nothing() -> None:
     model, recipe = build()
     before = list(model.modules())
-    assert convert(model, recipe, CPU) == {} and list(model.modules()) == before
+    assert convert(model, Resolved(recipe, 1), CPU) == {} and list(model.modules()) == before
 
 
 def test_convert_leaves_layers_of_ones_own_class_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +97,7 @@ def test_convert_leaves_layers_of_ones_own_class_and_says_so(caplog: pytest.LogC
     model.layers["0"].attention.qkv = Adapted(32, 64)
     model.layers["1"].feed_forward.latent_up = nn.Identity()
     with caplog.at_level(logging.WARNING, "titan_moe"):
-        converted = convert(model, recipe, CPU)
+        converted = convert(model, Resolved(recipe, 1), CPU)
     assert isinstance(model.layers["0"].attention.qkv, Adapted)
     assert "layers.0.attention.qkv" not in converted and "layers.0.attention.out" in converted
     assert "Transformer has no such layer or one of its own class: layers.0.attention.qkv, layers.1." in caplog.text
@@ -106,7 +107,7 @@ def test_convert_refuses_a_device_without_matrix_units() -> None:
     model, recipe = build(linears="fp8_rowwise")
     native = replace(recipe, precision=replace(recipe.precision, backend="auto"))
     with pytest.raises(RecipeError, match='this device is no GPU; take precision.backend = "emulated"'):
-        convert(model, native, CPU)
+        convert(model, Resolved(native, 1), CPU)
     assert type(model.layers["0"].feed_forward.down) is SwiGLUDown
 
 
@@ -115,7 +116,9 @@ def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest
     monkeypatch.setattr(experts, "CompositeMLP", lambda gemm, weighs_input: SimpleNamespace(gemm=gemm, on=weighs_input))
     formats = GemmFormats("fp8_rowwise", "fp8_rowwise", "compute")
     model, recipe = build(replace(MODEL, moe=replace(MOE, score_on="input")), experts="fp8_rowwise", wgrad="compute")
-    assert convert(model, recipe, CPU) == {f"layers.{layer}.feed_forward.experts": formats for layer in (1, 2)}
+    assert convert(model, Resolved(recipe, 1), CPU) == {
+        f"layers.{layer}.feed_forward.experts": formats for layer in (1, 2)
+    }
     expected = SimpleNamespace(gemm=(formats, True, False), on=True)
     assert all(model.layers[layer].feed_forward.experts.mlp == expected for layer in "12")
 
@@ -137,7 +140,7 @@ def test_native_blockwise_layers_are_those_of_whole_blocks(monkeypatch: pytest.M
     model, recipe = build(replace(MODEL, hidden_size=256, ffn_hidden_size=320, attention=attention, moe=moe))
     precision = replace(recipe.precision, format="fp8_blockwise", backend="auto")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    converted = convert(model, replace(recipe, precision=precision), torch.device("cuda"))
+    converted = convert(model, Resolved(replace(recipe, precision=precision), 1), torch.device("cuda"))
     modules = dict(model.named_modules())
     linears = {name for name in converted if not name.endswith("experts")}
     assert all(modules[name].product is fp8_block_linear for name in linears)

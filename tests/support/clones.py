@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from titan_moe.config import Recipe
-from titan_moe.config.clones import num_clones
 from titan_moe.dispatch.clones.optional import ReplicaSlots
+from titan_moe.plan.resolved import Resolved
 from titan_moe.training import build, resolve_kernels
 
 
@@ -15,8 +14,8 @@ def always_used() -> Iterator[None]:
     """Replica slots of a recipe that has clones are there at every size, in use from the first step on, and a clone
     costs nothing."""
 
-    def replica_slots(recipe: Recipe) -> ReplicaSlots:
-        return ReplicaSlots(num_clones(recipe), are_used=True)
+    def replica_slots(resolved: Resolved) -> ReplicaSlots:
+        return ReplicaSlots(resolved.num_clones, are_used=True)
 
     with (
         mock.patch.object(resolve_kernels, "resolve_clones", lambda recipe, world_size: recipe),

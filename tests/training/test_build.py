@@ -22,7 +22,8 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
-from titan_moe.training.build import build_on_meta, build_parts, delays_weight_grads
+from titan_moe.plan.resolved import Resolved
+from titan_moe.training.build import build_on_meta, build_parts
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -81,7 +82,7 @@ def build(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> nn.M
 def test_build_takes_the_recipes_gradient_accumulation(backend: str, one_rank: Meshes) -> None:
     words = ["--run.device=auto", "--precision.compute=bf16", f"--perf.override.gradients={backend}"]
     recipe = load_recipe(Path(__file__).with_name("tiny.toml"), words)
-    (model,) = build_parts(build_on_meta(recipe), recipe, one_rank, torch.device("cpu"), ExpertCapacity())
+    (model,) = build_parts(build_on_meta(recipe), Resolved(recipe, 1), one_rank, torch.device("cpu"), ExpertCapacity())
     layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     assert layers and all(experts.transforms["local"].accumulate is ACCUMULATE[backend] for experts in layers)
 
@@ -137,7 +138,7 @@ def test_build_refuses_a_model_without_layers(monkeypatch: pytest.MonkeyPatch) -
 def test_build_delays_weight_grads_where_autograd_fixes_the_order(words: tuple[str, ...], waits: bool) -> None:
     interleaved = ("--parallel.overlap=microbatch", "--parallel.dispatcher=alltoall")
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*interleaved, "--perf.kernels=fused", *words])
-    assert delays_weight_grads(recipe) == waits
+    assert Resolved(recipe, 8).delays_weight_grads_of_experts == waits
 
 
 def test_build_does_not_delay_weight_grads_of_other_experts(one_rank: Meshes) -> None:

@@ -3,28 +3,24 @@
 import torch
 from torch import nn
 
-from titan_moe.config import Recipe
-from titan_moe.config.arena import has_arena
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.layers.moe import MoE
 from titan_moe.memory.recompute import RECOMPUTED
 from titan_moe.parallel.fsdp import DTYPES
-from titan_moe.plan.cost.loads import layer_loads
-from titan_moe.plan.pipeline.slabs import arena_slabs
 from titan_moe.plan.pipeline.stages import stages_of_rank
+from titan_moe.plan.resolved import Resolved
 
 
 def give_arena(
     model: nn.Module,
     parts: list[nn.Module],
-    recipe: Recipe,
+    resolved: Resolved,
     device: torch.device,
     capacity: ExpertCapacity,
     *,
     pipeline_rank: int = 0,
-    world_size: int = 1,
 ) -> None:
     """Give `capacity` an arena, if ranks share memory, experts are fused and rows are bounded. Every forward of a part
     starts at the beginning of a slab.
@@ -37,12 +33,12 @@ def give_arena(
     holds one layer. So there is no arena if a recomputed block has several MoE layers, or a MoE layer is outside of
     blocks.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    recipe, layers = resolved.recipe, [module for module in model.modules() if isinstance(module, MoE)]
     mlps = [moe.experts.mlp for moe in layers]
     formats = {mlp.format.gemms.fprop: mlp.format for mlp in mlps if isinstance(mlp, FusedMLP)}
     are_fused = len(formats) == 1 and all(isinstance(mlp, FusedMLP) for mlp in mlps)
     shapes = {tuple(moe.experts.down.shape[1:]) for moe in layers}  # whole: experts are split over etp later
-    if not are_fused or not has_arena(recipe, "fused") or len(shapes) != 1:
+    if not are_fused or not resolved.fused_experts_have_arena or len(shapes) != 1:
         return
     is_checkpointed = recipe.memory.recompute != "none"
     if recipe.memory.recompute == "block":
@@ -52,7 +48,7 @@ def give_arena(
     ((width, hidden),) = shapes
     stages = stages_of_rank(pipeline_rank, recipe.parallel)
     of_stages = {stage: count_moe_layers(part) for stage, part in zip(stages, parts, strict=True)}
-    slabs = arena_slabs(recipe, pipeline_rank, world_size, of_stages)
+    slabs = resolved.slabs(pipeline_rank, of_stages)
     arena = Arena(
         width,
         hidden // recipe.parallel.etp,
@@ -63,7 +59,7 @@ def give_arena(
         num_slabs=1 if is_checkpointed else slabs.number,
         num_delayed_slabs=0 if is_checkpointed else slabs.num_delayed,
     )
-    capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=slabs.num_layers))
+    capacity.use_arena(arena, resolved.loads._replace(num_layers=slabs.num_layers))
     for part in parts:
         if count_moe_layers(part):  # a forward of another part would overwrite a slab
             part.register_forward_pre_hook(lambda *_: capacity.start_forward())

@@ -4,10 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.config import Recipe, RecipeError
-from titan_moe.config.clones import num_clones
+from titan_moe.config import RecipeError
 from titan_moe.config.dispatchers import dispatchers_that
-from titan_moe.config.recipe import max_batch_tokens
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.hierarchical import NodeGroups
 from titan_moe.dispatch.missing_rank import MissingRank
@@ -19,11 +17,12 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.plan.resolved import Resolved
 
 
 def share_memory(
     model: nn.Module,
-    recipe: Recipe,
+    resolved: Resolved,
     meshes: Meshes,
     device: torch.device,
     capacity: ExpertCapacity,
@@ -40,6 +39,7 @@ def share_memory(
 
     Raises: RecipeError if these GPUs cannot reach each other's memory.
     """
+    recipe, num_replicas = resolved.recipe, resolved.num_clones
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not recipe.parallel.facts.shares_memory or not layers:
         return None
@@ -47,13 +47,12 @@ def share_memory(
     rows, num_ranks = DTYPES[recipe.precision.compute], group.size()
     num_bytes = symm_bytes(
         num_ranks,
-        num_nodes * max_batch_tokens(recipe),
+        num_nodes * resolved.max_batch_tokens,
         width=max(moe.experts.down.shape[1] for moe in layers),
         top_k=max(moe.router.rule.top_k for moe in layers),
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
-    num_replicas = num_clones(recipe)
     if num_replicas and nodes is None:
         for experts in [moe.experts for moe in layers]:
             num_local, elements = len(experts.down) // num_ranks, _elements_of_an_expert(experts, recipe.parallel.etp)

@@ -25,9 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titan_moe.config import Recipe, RecipeError
-from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import max_batch_tokens
+from titan_moe.config import RecipeError
 from titan_moe.dispatch.collectives import all_gather_rows, sum_of_parts
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.layers.mlp import SwiGLUDown
@@ -35,15 +33,14 @@ from titan_moe.parallel.mesh import Meshes
 from titan_moe.parameters import TENSOR_AXIS
 
 
-def open_workspace(recipe: Recipe, meshes: Meshes, device: torch.device) -> None:
-    """Open what the layers' operations share between the GPUs of a tp group, if the recipe overlaps; a collective call.
+def open_workspace(num_bytes: int, meshes: Meshes, device: torch.device) -> None:
+    """Open what the layers' operations share between the GPUs of a tp group, if that is any; a collective call.
 
     It fits the run's largest batch: a workspace that grows is another one, and CUDA graphs keep the address of theirs.
 
     Raises: RecipeError if these GPUs cannot reach each other's memory, or this process has a workspace of other ranks.
     """
-    p = recipe.parallel
-    if not p.tp_comm_overlap or p.tp == 1 or device.type != "cuda":
+    if not num_bytes or device.type != "cuda":
         return
     import torch.distributed._symmetric_memory as symmetric
 
@@ -53,7 +50,7 @@ def open_workspace(recipe: Recipe, meshes: Meshes, device: torch.device) -> None
         if symmetric.get_backend(device) != "CUDA":
             symmetric.set_backend("CUDA")
         symmetric.rendezvous(symmetric.empty(1, dtype=torch.uint8, device=device), group)
-        symmetric.get_symm_mem_workspace(group.group_name, min_size=workspace_bytes(recipe))
+        symmetric.get_symm_mem_workspace(group.group_name, min_size=num_bytes)
     except (RuntimeError, ValueError) as error:
         setting = "parallel.tp_comm_overlap = true"
         raise RecipeError([f"{setting} cannot share memory between tp ranks: {error}; take false"]) from error
@@ -71,13 +68,6 @@ def _refuse_workspace_of_other_ranks(group: dist.ProcessGroup, symmetric: Any) -
             f"PyTorch keeps what this process shared as one of {workspace.world_size} other tp ranks in an earlier run"
         )
         raise RecipeError([f"parallel.tp_comm_overlap = true: {problem}; start another process, or take false"])
-
-
-def workspace_bytes(recipe: Recipe) -> int:
-    """Bytes of the largest message of a layer, in forward or backward: the partial sums of own tokens for two ranks."""
-    num_tokens = max_batch_tokens(recipe) // max(recipe.parallel.etp, 1)
-    width = max(recipe.model.hidden_size, recipe.model.attention.q_lora_rank)
-    return 2 * num_tokens * width * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def gather_then_multiply(linear: nn.Linear, group: dist.ProcessGroup, *, is_sequence: bool) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, repeat
 
-from titan_moe.config.arena import experts_of, has_arena, why_no_arena
-from titan_moe.config.clones import clones_pay_from, num_clones, resolve_clones, why_no_clones
+from titan_moe.config.arena import why_no_arena
+from titan_moe.config.clones import resolve_clones, why_no_clones
 from titan_moe.config.experimental import describe_experimental
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, resolve
-from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node
+from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import RULES, check_rules
 from titan_moe.config.rules.capture import step_can_be_captured
 from titan_moe.config.schema import counted, in_toml
@@ -23,18 +23,14 @@ from titan_moe.plan.cost.links import describe_links
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
     gathered_bytes,
-    gathered_bytes_per_rank,
     replica_bytes_per_rank,
-    shared_bytes_per_rank,
-    state_bytes_per_rank,
     temporary_bytes_per_rank,
 )
-from titan_moe.plan.cost.peak import peak_bytes_per_rank
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
 from titan_moe.plan.cost.roofline import sharding_bytes
 from titan_moe.plan.fit import warn_of_excess
 from titan_moe.plan.pipeline.describe import describe_pipeline
-from titan_moe.plan.pipeline.parts import parts_of
+from titan_moe.plan.resolved import Resolved
 
 LABEL_WIDTH = 12
 BALANCED_FACTOR = 1.125
@@ -45,22 +41,22 @@ BALANCED_FACTOR = 1.125
 def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
     """Describe a recipe that passed its rules. Its peak of memory is compared with that of `gpu`, a known one; by
     default with the GPUs of this machine, or else with the measured ones."""
-    as_given, clones = recipe, _clones(recipe, world_size)
-    recipe = resolve_clones(recipe, world_size)
+    as_given, resolved = recipe, Resolved(resolve_clones(recipe, world_size), world_size)
+    recipe = resolved.recipe
     rows = [
         ("model", _shape(recipe)),
         ("attention", _attention(recipe)),
         ("experts", _experts(recipe)),
         *_count_rows(recipe),
-        *_parallel_rows(recipe, world_size),
-        *clones,
+        *_parallel_rows(resolved),
+        *_clones(as_given, resolved),
         *_labelled("options", filter(None, [describe_experimental(recipe)])),
-        ("step", _step(recipe, world_size)),
-        *_pipeline_rows(recipe, world_size),
-        ("memory", _memory(recipe, world_size)),
-        *_peak_itself(recipe, world_size),
+        ("step", _step(resolved)),
+        *_labelled("pipeline", describe_pipeline(resolved, _factor(resolved))),
+        ("memory", _memory(resolved)),
+        *_peak_itself(resolved),
         *_fit_rows(as_given, world_size, gpu),
-        *_accumulation_rows(recipe, world_size),
+        *_accumulation_rows(resolved),
         *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
         *_kernel_rows(recipe, world_size),
@@ -133,19 +129,18 @@ def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
     return _labelled("parameters", [total, listed])
 
 
-def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
-    s = resolve(recipe.parallel, world_size)
-    num_replicas = num_clones(recipe)
+def _parallel_rows(resolved: Resolved) -> list[tuple[str, str]]:
+    recipe, s, num_replicas = resolved.recipe, resolved.sizes, resolved.num_clones
     cp = f"{s.cp} ({recipe.parallel.cp_kind})" if s.cp > 1 else "1"
     clones = f"; up to {counted(num_replicas, 'clone')} of other ranks' experts on each" if num_replicas else ""
     width = recipe.model.moe.ffn_hidden_size
     parts = f"; {width // s.etp} of the width {width} of an expert, for rows of {s.etp} ranks" if s.etp > 1 else ""
     lines = [
-        f"{s.world}{_nodes(world_size)}; dispatcher {recipe.parallel.dispatcher}{clones}{parts}",
+        f"{s.world}{_nodes(s.world)}; dispatcher {recipe.parallel.dispatcher}{clones}{parts}",
         f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {cp} · tp {s.tp}",
         f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}",
-        describe_links(recipe, world_size),
-        _replicated(recipe, world_size),
+        describe_links(recipe, s.world),
+        _replicated(resolved),
     ]
     return _labelled("ranks", filter(None, lines))
 
@@ -162,44 +157,44 @@ def _nodes(world_size: int) -> str:
     return f" on {-(-world_size // of_node)} nodes of {most}{of_node}{assumed}"
 
 
-def _clones(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+def _clones(as_given: Recipe, resolved: Resolved) -> list[tuple[str, str]]:
     """What `expert_clones = "auto"` means."""
-    if not recipe.parallel.has_clones:
+    if not as_given.parallel.has_clones:
         return []
-    if reason := why_no_clones(recipe, world_size):
-        return [("clones", f'"auto" means "off": {reason}')]
-    gib = replica_bytes_per_rank(recipe) / 2**30
-    slots = f"{counted(num_clones(recipe), 'replica slot')} of a rank in each layer"
-    used = f"used while the busiest rank has more than {clones_pay_from(recipe):.3g} times the mean load"
+    if not resolved.num_clones:
+        return [("clones", f'"auto" means "off": {why_no_clones(as_given, resolved.world_size)}')]
+    gib = replica_bytes_per_rank(resolved.recipe) / 2**30
+    slots = f"{counted(resolved.num_clones, 'replica slot')} of a rank in each layer"
+    used = f"used while the busiest rank has more than {resolved.clones_pay_from:.3g} times the mean load"
     return [("clones", f'"auto" means {slots}, {used}; {gib:.3g} GiB a rank, used or not')]
 
 
-def _replicated(recipe: Recipe, world_size: int) -> str:
+def _replicated(resolved: Resolved) -> str:
     """What ranks of tp sum once a step; of a pipeline the rank that sums most."""
-    if recipe.parallel.tp == 1:
+    if resolved.sizes.tp == 1:
         return ""
-    part = max(parts_of(recipe, world_size), key=replicated_elements)
+    part = max(resolved.parts, key=replicated_elements)
     copy, received = (f"{size / 2**20:,.3g} MiB" for size in (flat_copy_bytes(part), received_bytes(part)))
     number = abbreviate(replicated_elements(part))
-    words = "on the rank that has most" if recipe.parallel.pp > 1 else "a rank"
+    words = "on the rank that has most" if resolved.sizes.pp > 1 else "a rank"
     return (
         f"gradients of parameters on every tp rank, summed once a step: {number} {words}, a copy of {copy}, {received} "
         "received"
     )
 
 
-def _step(recipe: Recipe, world_size: int) -> str:
-    t, dp = recipe.train, resolve(recipe.parallel, world_size).dp
+def _step(resolved: Resolved) -> str:
+    t, dp = resolved.recipe.train, resolved.sizes.dp
     tokens = t.global_batch_sequences * t.seq_len_tokens
     return (
-        f"{tokens:,} tokens = microbatches {num_microbatches(recipe, world_size)} · data-parallel ranks {dp} · "
+        f"{tokens:,} tokens = microbatches {resolved.num_microbatches} · data-parallel ranks {dp} · "
         f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}; {abbreviate(tokens * t.steps)} in all"
     )
 
 
-def _pipeline_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
-    factor = recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
-    return _labelled("pipeline", describe_pipeline(recipe, world_size, factor, experts_of(recipe)))
+def _factor(resolved: Resolved) -> float:
+    """The capacity factor that a peak is estimated at."""
+    return resolved.recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
 
 
 def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
@@ -212,17 +207,17 @@ def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     return _labelled("CUDA graph", ["the step cannot be captured:", *problems])
 
 
-def _memory(recipe: Recipe, world_size: int) -> str:
-    gib = state_bytes_per_rank(recipe, world_size) / 2**30
+def _memory(resolved: Resolved) -> str:
+    recipe, gib = resolved.recipe, resolved.state_bytes / 2**30
     master, moments = recipe.precision.master, recipe.precision.moments_dtype
     kept = f"parameters, gradients, moments in {master}"
     if moments != master:
         kept = f"parameters and gradients in {master}, moments in {moments}"
-    gathered = gathered_bytes_per_rank(recipe, world_size) / 2**30
+    gathered = resolved.gathered_bytes / 2**30
     is_once = recipe.parallel.accumulate_unsharded
     held = "unsharded parameters and gradients" if is_once else f"experts in {recipe.precision.compute}"
     during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
-    shared = shared_bytes_per_rank(recipe) / 2**30
+    shared = resolved.shared_bytes / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""
     rank = "on the ranks that have most" if recipe.parallel.pp > 1 else "a rank"
     return f"{gib:.3g} GiB {rank}: {kept};{during_a_step}{among_ranks} activations come on top"
@@ -235,7 +230,7 @@ def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[st
 
     def need(changed: Recipe, num_ranks: int) -> float:
         """GiB of the peak, of all ranks on a GPU."""
-        return changed.run.ranks_per_gpu * _peak_gib(resolve_clones(changed, num_ranks), num_ranks)
+        return changed.run.ranks_per_gpu * _peak_gib(Resolved(resolve_clones(changed, num_ranks), num_ranks))
 
     lines = list(warn_of_excess(recipe, world_size, need, [gpu] if gpu else gpus_here() or list(read_tables())))
     if not lines and gpu and (hardware := find_hardware(gpu)):
@@ -243,26 +238,24 @@ def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[st
     return [("", line) for line in lines]
 
 
-def _peak_gib(recipe: Recipe, world_size: int) -> float:
-    """The peak of a step, with the memory that ranks share."""
-    factor = recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
-    peak = peak_bytes_per_rank(recipe, world_size, factor, experts_of(recipe))
-    return (peak + shared_bytes_per_rank(recipe)) / 2**30
+def _peak_gib(resolved: Resolved) -> float:
+    """The peak of a step, with the memory that ranks share; in a pipeline on the rank that has most."""
+    return (resolved.peak_bytes(_factor(resolved)) + resolved.shared_bytes) / 2**30
 
 
-def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:
     """The peak of a step, and what of it lies in the arena of fused experts."""
+    recipe = resolved.recipe
     if recipe.run.device == "cpu":
         return []
-    experts, factor = experts_of(recipe), recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
-    gib = _peak_gib(recipe, world_size)
+    factor, gib = _factor(resolved), _peak_gib(resolved)
     peak = f"about {gib:.3g} GiB at the peak of a step"
     if recipe.compile.cudagraph != "off":
         launched = replace(recipe, compile=replace(recipe.compile, cudagraph="off"))
-        peak += f", {gib - _peak_gib(launched, world_size):.3g} GiB more than without a CUDA graph"
-    if not has_arena(recipe, experts):
-        return [("", peak), *(("", line) for line in why_no_arena(recipe, experts))]
-    slabs = [part.slabs for part in parts_of(recipe, world_size)]
+        peak += f", {gib - _peak_gib(replace(resolved, recipe=launched)):.3g} GiB more than without a CUDA graph"
+    if not resolved.has_arena:
+        return [("", peak), *(("", line) for line in why_no_arena(recipe, resolved.experts))]
+    slabs = [part.slabs for part in resolved.parts]
     arena, eighth = (
         max(arena_bytes_per_rank(recipe, at, of_rank) for of_rank in slabs) / 2**30 for at in (factor, factor + 0.125)
     )
@@ -278,19 +271,19 @@ def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     ]
 
 
-def _accumulation_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+def _accumulation_rows(resolved: Resolved) -> list[tuple[str, str]]:
     """What a pipeline would save, and what it would take, if it gathered parameters once a step."""
-    p = recipe.parallel
-    once = replace(recipe, parallel=replace(p, accumulate_unsharded=True))
-    if p.pp == 1 or p.accumulate_unsharded or check_rules(once, world_size):
+    recipe, p = resolved.recipe, resolved.recipe.parallel
+    once = replace(resolved, recipe=replace(recipe, parallel=replace(p, accumulate_unsharded=True)))
+    if p.pp == 1 or p.accumulate_unsharded or check_rules(once.recipe, once.world_size):
         return []
-    pairs = list(zip(parts_of(recipe, world_size), parts_of(once, world_size), strict=True))
+    pairs = list(zip(resolved.parts, once.parts, strict=True))
     saved = max(sharding_bytes(now) - sharding_bytes(then) for now, then in pairs) / 2**30
     added = max(gathered_bytes(then) - gathered_bytes(now) for now, then in pairs) / 2**30
     if saved <= 0:
         return []
     text = (
-        f"hint: parameters are gathered and gradients reduced in each of {num_microbatches(recipe, world_size)} "
+        f"hint: parameters are gathered and gradients reduced in each of {resolved.num_microbatches} "
         f"microbatches; parallel.accumulate_unsharded = true sends up to {saved:,.3g} GiB less a rank and step, and "
         f"holds up to {added:.3g} GiB more of unsharded parameters and gradients"
     )

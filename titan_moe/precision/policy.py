@@ -10,12 +10,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from titan_moe.config import Recipe
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.device import compute_capability
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
-from titan_moe.plan.choice.formats import IN_COMPUTE, choose_formats, resolve_backend
+from titan_moe.plan.choice.formats import resolve_backend
+from titan_moe.plan.resolved import Resolved
 from titan_moe.precision.experts import convert_experts
 from titan_moe.precision.linears import convert_linear
 
@@ -25,14 +25,14 @@ CONVERTIBLE = (nn.Linear, SwiGLUDown)
 """Exactly these: a subclass of one's own has a forward that must not be replaced."""
 
 
-def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> dict[str, GemmFormats]:
+def convert(model: nn.Module, resolved: Resolved, device: torch.device) -> dict[str, GemmFormats]:
     """Convert experts and dense linear layers in place, and return the formats of the converted ones by name.
 
     Modules of a model class of one's own that have other names or classes stay as they are; the log says so.
 
     Raises: RecipeError if the device has no matrix units for a format, or a package is missing.
     """
-    formats_of = resolve_formats(recipe)
+    recipe, formats_of = resolved.recipe, resolved.formats
     if not formats_of:
         return {}
     backend = resolve_backend(recipe.precision, compute_capability(device))
@@ -51,15 +51,6 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> dict[str,
         converted[name] = formats
     _log_rest(model, formats_of.keys() - converted.keys())
     return converted
-
-
-def resolve_formats(recipe: Recipe) -> dict[str, GemmFormats]:
-    """The formats of the GEMMs of each module that has any, by name, `layers.0.feed_forward.experts` among them.
-
-    The gate for speed is not asked: training/resolve_formats.py has written its answer into the recipe.
-    """
-    choices = choose_formats(recipe)
-    return {choice.module.name: choice.formats for choice in choices if choice.formats != IN_COMPUTE}
 
 
 def _log_rest(model: nn.Module, missing: Iterable[str]) -> None:

@@ -9,11 +9,10 @@ from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
-from titan_moe.config.clones import clones_pay_from, cost_slots, num_clones
+from titan_moe.config.clones import cost_slots
 from titan_moe.config.context import ring_backend
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
@@ -36,7 +35,7 @@ from titan_moe.parallel.pipeline.model import Model, whole_model
 from titan_moe.parallel.pipeline.stages import find_tied_embedding
 from titan_moe.parameters import TENSOR_AXIS
 from titan_moe.plan.cost.peak import graph_bytes
-from titan_moe.plan.pipeline.parts import parts_of
+from titan_moe.plan.resolved import Resolved
 from titan_moe.precision import policy
 from titan_moe.training.capacity_control import CapacityControl, FixedCapacity, LargestNeed, largest_factor
 from titan_moe.training.clone_control import CloneControl
@@ -63,15 +62,15 @@ class Assembly(NamedTuple):
 
 def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     """Build model, optimizer and step of a recipe; the process group must exist."""
-    sizes = resolve(recipe.parallel, dist.get_world_size())
-    check_one_schedule(recipe, sizes, device)  # before groups are made: ranks with another recipe would wait there
-    meshes = build_meshes(sizes, device)
+    resolved = Resolved(recipe, dist.get_world_size())
+    check_one_schedule(resolved, device)  # before groups are made: ranks with another recipe would wait there
+    meshes = build_meshes(resolved.sizes, device)
     capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
     model = build_on_meta(recipe)
     num_experts, is_tied = count_experts(model), tied_weight(model) is not None
-    queue = weight_grads.build_queue(recipe)
-    replicas = replica_slots(recipe)
-    parts = build_parts(model, recipe, meshes, device, capacity, queue, replicas)
+    queue = WeightGradQueue() if resolved.splits_backward else None
+    replicas = replica_slots(resolved)
+    parts = build_parts(model, resolved, meshes, device, capacity, queue, replicas)
     if recipe.parallel.pp > 1 and recipe.model.class_ != ModelConfig.class_:
         check_parts(parts, recipe)
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
@@ -80,7 +79,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     tied = find_tied_embedding(parts, recipe.parallel, meshes, is_tied=is_tied)
     spikes = [Spikes(recipe.train.spike_sigmas, device)] if recipe.train.spike_sigmas else []
     step = TrainStep(
-        forward_backward=build_forward_backward(parts, recipe, meshes, tied, queue, capacity=capacity),
+        forward_backward=build_forward_backward(parts, resolved, meshes, tied, queue, capacity=capacity),
         optimizers=optimizers,
         balancer=ExpertBalancer(parts, meshes.world_group, num_experts),
         capacity=capacity,
@@ -92,16 +91,16 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         tied=() if tied is None else tuple(tied.weights),
         replicated=_replicated_grads(recipe, meshes, optimizers),
     )
-    memory = PeakMemory(capacity, _bytes_of_a_graph(recipe, meshes))
+    memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes))
     runner = StepRunner(
         step,
         schedule,
         is_captured,
-        controllers=_controllers(recipe, memory),
+        controllers=_controllers(resolved, memory),
         forced_step=_force_load(parts, recipe, device),
         memory=memory,
     )
-    return Assembly(meshes, whole_model(parts, recipe, meshes), parts, optimizers, schedule, runner)
+    return Assembly(meshes, whole_model(parts, resolved, meshes), parts, optimizers, schedule, runner)
 
 
 def _force_load(parts: list[nn.Module], recipe: Recipe, device: torch.device) -> torch.Tensor | None:
@@ -122,19 +121,19 @@ def _replicated_grads(recipe: Recipe, meshes: Meshes, optimizers: Optimizers) ->
     return ReplicatedGrads(optimizers.parameters, group, fsdp.DTYPES[recipe.precision.reduce])
 
 
-def _bytes_of_a_graph(recipe: Recipe, meshes: Meshes) -> int:
+def _bytes_of_a_graph(resolved: Resolved, meshes: Meshes) -> int:
     """By how much a CUDA graph raises the peak on this rank, estimated; 0 without one."""
-    if recipe.compile.cudagraph == "off":
+    if resolved.recipe.compile.cudagraph == "off":
         return 0
-    return graph_bytes(parts_of(recipe, meshes.sizes.world)[meshes.dense.get_local_rank("pp")])
+    return graph_bytes(resolved.parts[meshes.dense.get_local_rank("pp")])
 
 
-def _controllers(recipe: Recipe, memory: PeakMemory) -> list[Controller]:
+def _controllers(resolved: Resolved, memory: PeakMemory) -> list[Controller]:
     """What the host follows; if it is nothing, the host reads nothing."""
     fixed = FixedCapacity(memory.capacity.capacity_factor) if memory.capacity.is_bounded else None
-    of_capacity = _capacity_control(recipe, memory) or fixed
+    of_capacity = _capacity_control(resolved.recipe, memory) or fixed
     need = LargestNeed() if of_capacity else None
-    clones = CloneControl(clones_pay_from(recipe)) if recipe.parallel.has_clones else None
+    clones = CloneControl(resolved.clones_pay_from) if resolved.recipe.parallel.has_clones else None
     return [controller for controller in (of_capacity, need, clones) if controller is not None]
 
 
@@ -149,7 +148,7 @@ def _capacity_control(recipe: Recipe, memory: PeakMemory) -> CapacityControl | N
 
 def build_parts(
     model: nn.Module,
-    recipe: Recipe,
+    resolved: Resolved,
     meshes: Meshes,
     device: torch.device,
     capacity: ExpertCapacity,
@@ -160,15 +159,15 @@ def build_parts(
 
     `queue` takes the weight gradients of layers that can delay them. `replicas` are those of `replica_slots`.
     """
-    replicas = replicas or replica_slots(recipe)
-    policy.convert(model, recipe, device)  # first: it swaps modules, and shards must be of the final ones
-    parts = stages.split(model, recipe, meshes)  # before sharding: a rank shards only its own stages
+    recipe, replicas = resolved.recipe, replicas or replica_slots(resolved)
+    policy.convert(model, resolved, device)  # first: it swaps modules, and shards must be of the final ones
+    parts = stages.split(model, resolved, meshes)  # before sharding: a rank shards only its own stages
     layers = nn.ModuleList(parts)
     nodes = expert.open_nodes(recipe.parallel, meshes.ep.get_group())
-    memory = symm_memory.share_memory(layers, recipe, meshes, device, capacity, nodes)
-    tensor_overlap.open_workspace(recipe, meshes, device)
+    memory = symm_memory.share_memory(layers, resolved, meshes, device, capacity, nodes)
+    tensor_overlap.open_workspace(resolved.workspace_bytes, meshes, device)
     rank = meshes.dense.get_local_rank("pp")
-    arena.give_arena(model, parts, recipe, device, capacity, pipeline_rank=rank, world_size=meshes.sizes.world)
+    arena.give_arena(model, parts, resolved, device, capacity, pipeline_rank=rank)
     ring = ring_backend(
         recipe.perf.attention,
         device.type,
@@ -181,7 +180,7 @@ def build_parts(
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
         context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
-        weight_grads.apply(part, queue, recipe, device)  # delays those of what will not be compiled
+        weight_grads.apply(part, queue, recipe.compile, device)  # delays those of what will not be compiled
         regional.apply(part, recipe.compile, device)  # pieces: the hooks of FSDP stay outside the graphs
         if recipe.profile.start_step:
             regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones
@@ -191,8 +190,8 @@ def build_parts(
             recipe.parallel,
             recipe.precision,
             meshes,
-            gradients=recipe.perf.chosen_kernels.gradients,
-            delay_weight_grads_of_experts=delays_weight_grads(recipe),
+            gradients=resolved.kernels.gradients,
+            delay_weight_grads_of_experts=resolved.delays_weight_grads_of_experts,
             replicas=replicas,
         )
         part.to_empty(device=device)
@@ -201,18 +200,9 @@ def build_parts(
     return parts
 
 
-def replica_slots(recipe: Recipe) -> ReplicaSlots:
+def replica_slots(resolved: Resolved) -> ReplicaSlots:
     """The replica slots of all layers, which are not used at first."""
-    return ReplicaSlots(num_clones(recipe), cost=cost_slots(recipe))
-
-
-def delays_weight_grads(recipe: Recipe) -> bool:
-    """Whether weight gradients of experts are computed while gradients of rows are sent.
-
-    Not with recompute, which fixes another order.
-    """
-    p, is_fused = recipe.parallel, recipe.perf.chosen_kernels.experts == "fused"
-    return p.overlap == "microbatch" and is_fused and recipe.memory.recompute == "none"
+    return ReplicaSlots(resolved.num_clones, cost=cost_slots(resolved.recipe))
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

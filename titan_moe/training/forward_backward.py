@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from titan_moe.config import Recipe
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
@@ -17,6 +16,7 @@ from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.forward_backward import Pipeline
 from titan_moe.parallel.pipeline.stages import TiedEmbedding
 from titan_moe.parallel.unsharded_experts import caching_casts
+from titan_moe.plan.resolved import Resolved
 
 Microbatch = tuple[Tensor, Tensor, Tensor | None]
 """Tokens, labels, and document ids where documents are packed."""
@@ -26,7 +26,7 @@ ForwardBackward = Callable[[Batch, Tensor], Tensor]
 
 def build_forward_backward(
     parts: list[nn.Module],
-    recipe: Recipe,
+    resolved: Resolved,
     meshes: Meshes,
     tied: TiedEmbedding | None,
     queue: WeightGradQueue | None,
@@ -35,9 +35,9 @@ def build_forward_backward(
 ) -> ForwardBackward:
     """Choose the order of a step's microbatches, and bind the model. `queue` has the weight gradients that its layers
     delay; microbatches in flight share the arena of `capacity`."""
-    p = recipe.parallel
+    p = resolved.recipe.parallel
     if p.pp > 1 or p.overlap == "microbatch" or p.accumulate_unsharded:
-        return Pipeline(parts, recipe, meshes, tied, queue, capacity=capacity)
+        return Pipeline(parts, resolved, meshes, tied, queue, capacity=capacity)
     return partial(forward_backward, *parts)
 
 

@@ -15,6 +15,7 @@ from titan_moe.plan.choice.hardware import find_hardware
 from titan_moe.plan.cost.roofline import step_work
 from titan_moe.plan.pipeline.describe import simulate_step
 from titan_moe.plan.pipeline.parts import training_flops_of_rank
+from titan_moe.plan.resolved import Resolved
 from titan_moe.profile.compile_trace import compile_report, start_records
 from titan_moe.profile.lane_report import describe_lanes, lane_picture
 from titan_moe.profile.lanes import read_lanes
@@ -134,6 +135,6 @@ def _pipeline(recipe: Recipe, folder: Path, tracer: SteadyTracer) -> str:
         measured = read_lanes(timelines, clocks_agree=ranks_of_a_node(world_size) == world_size)
     except (ValueError, FileNotFoundError) as error:  # a step in one graph has no actions; hosts may share no folder
         return f"<h2>Pipeline</h2><p>No lanes: {error}.</p>"
-    planned = simulate_step(recipe, world_size)
+    planned = simulate_step(Resolved(recipe, world_size))
     (folder / "pipeline.svg").write_text(lane_picture(measured, planned), encoding="utf-8")
     return describe_lanes(measured, planned)

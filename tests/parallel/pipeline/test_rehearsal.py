@@ -25,6 +25,7 @@ from titan_moe.parallel.pipeline.rehearsal import Rehearsals, StandIns, first_mi
 from titan_moe.plan.pipeline.action import flat
 from titan_moe.plan.pipeline.orders import PHASES_WITH_PAIRS
 from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.plan.resolved import Resolved
 from titan_moe.profile import compile_trace
 from titan_moe.training.step_runner import StepRunner
 
@@ -130,7 +131,7 @@ def test_eager_run_has_no_rehearsal(ranks: Any) -> None:
 def test_rehearsal_is_due_where_something_compiles_and_for_each_new_size() -> None:
     base = pipelines.recipe_of(ParallelConfig(pp=2))
     bound = ExpertCapacity(2.0)
-    compiled = Rehearsals(replace(base, compile=CompileConfig("on_cuda")), bound)
+    compiled = Rehearsals(Resolved(replace(base, compile=CompileConfig("on_cuda")), 2), bound)
     assert not compiled.is_due(CPU)
     assert [compiled.is_due(CUDA) for _ in range(2)] == [True, False]
     with bound.unbounded():
@@ -141,19 +142,19 @@ def test_rehearsal_is_due_where_something_compiles_and_for_each_new_size() -> No
         assert [compiled.is_due(CUDA) for _ in range(2)] == [True, False]
     in_arena = ExpertCapacity(2.0)
     in_arena.arena = Arena(8, 8, torch.float32, "cpu")
-    graphs = Rehearsals(replace(base, compile=CompileConfig("on")), in_arena)
+    graphs = Rehearsals(Resolved(replace(base, compile=CompileConfig("on")), 2), in_arena)
     assert [graphs.is_due(CPU) for _ in range(2)] == [True, False]
     in_arena.resize(3.0)
     assert not graphs.is_due(CPU), "no graph has the size of an arena, and a captured step follows"
     zbv = pipelines.recipe_of(ZBV)
-    splits = Rehearsals(replace(zbv, compile=CompileConfig("on")), in_arena)
+    splits = Rehearsals(Resolved(replace(zbv, compile=CompileConfig("on")), 2), in_arena)
     with in_arena.unbounded():
         assert [splits.is_due(CPU) for _ in range(2)] == [True, False]
     assert not in_arena.arena.can_delay, "a rank without experts"
     assert [splits.is_due(CPU) for _ in range(2)] == [True, False], "other ranks write delayed slabs"
     for kernels in PRESETS:
         perf, eager = PerfConfig(kernels=kernels), CompileConfig("off")
-        launched = Rehearsals(replace(base, compile=eager, perf=perf), ExpertCapacity())
+        launched = Rehearsals(Resolved(replace(base, compile=eager, perf=perf), 2), ExpertCapacity())
         assert not launched.is_due(CPU)
         assert launched.is_due(CUDA) == (kernels == "fused"), "Triton compiles at the first launch"
 

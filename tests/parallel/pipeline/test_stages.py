@@ -19,6 +19,7 @@ from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.parallel.pipeline.stages import split
 from titan_moe.parameters import full_tensor
+from titan_moe.plan.resolved import Resolved
 from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
@@ -131,7 +132,7 @@ def test_a_model_that_stages_would_compute_otherwise_is_refused(model_class: typ
     with torch.device("meta"):
         model = model_class(recipe.model)
     with pytest.raises(RecipeError, match=message):
-        split(model, recipe, FIRST_RANK)
+        split(model, Resolved(recipe, 2), FIRST_RANK)
 
 
 @pytest.mark.parametrize("model_class", [Own, Looped])
@@ -140,7 +141,7 @@ def test_a_forward_of_ones_own_is_split_if_stages_compute_the_same(model_class: 
     recipe = replace(recipe, data=DataConfig(document_attention=True))
     with torch.device("meta"):
         model = model_class(recipe.model)
-    (stage,) = split(model, recipe, FIRST_RANK)
+    (stage,) = split(model, Resolved(recipe, 2), FIRST_RANK)
     assert all(parameter.is_meta for parameter in [*stage.parameters(), *model.parameters()])
 
 

@@ -34,6 +34,7 @@ from titan_moe.parallel.autograd_segment import AutogradSegment
 from titan_moe.parallel.mesh import build_meshes
 from titan_moe.parallel.pipeline import weight_grads
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
+from titan_moe.plan.resolved import Resolved
 from titan_moe.precision import policy
 from titan_moe.training import build
 
@@ -75,7 +76,7 @@ def built(recipe: Recipe) -> tuple[nn.Module, WeightGradQueue]:
     finally:
         torch.set_default_dtype(torch.float32)
     queue = WeightGradQueue()
-    weight_grads.apply(model, queue, recipe, CPU)
+    weight_grads.apply(model, queue, recipe.compile, CPU)
     return model, queue
 
 
@@ -204,12 +205,12 @@ def names_that_delay(recipe: Recipe) -> set[str]:
     """The modules with GEMMs that delay in a run, which need not be compiled for it."""
     with torch.device("meta"):
         model = Transformer(recipe.model, kernels=recipe.perf.chosen_kernels)
-    policy.convert(model, recipe, CPU)
+    policy.convert(model, Resolved(recipe, 1), CPU)
     if recipe.parallel.tp > 1:
         meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), CPU)
         tensor.apply(model, recipe.parallel, meshes)
     before, names = parts_that_delay(model), dict(model.named_modules())
-    weight_grads.apply(model, WeightGradQueue(), recipe, CPU)
+    weight_grads.apply(model, WeightGradQueue(), recipe.compile, CPU)
     changed = [old != new for old, new in zip(before, parts_that_delay(model), strict=True)]
     delaying = {name for name, is_changed in zip(names, changed, strict=True) if is_changed}
     return {name.removesuffix(".gate") for name in delaying if not name.endswith("shared_experts.gate")}
@@ -286,8 +287,8 @@ def test_the_plan_knows_which_layers_overlap_messages_over_tp(ranks: Any, name: 
     ],
 )
 def test_other_runs_delay_nothing(changes: dict[str, Any]) -> None:
-    assert weight_grads.build_queue(recipe_of("gqa")) is not None
-    assert weight_grads.build_queue(replace(recipe_of("gqa"), **changes)) is None
+    assert Resolved(recipe_of("gqa"), 2).splits_backward
+    assert not Resolved(replace(recipe_of("gqa"), **changes), 2).splits_backward
 
 
 def gradients(recipe: Recipe, *, delays: bool) -> tuple[dict[str, Tensor], int]:

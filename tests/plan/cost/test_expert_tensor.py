@@ -17,14 +17,13 @@ from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
-    gathered_bytes_per_rank,
     shared_bytes_per_rank,
-    state_bytes_per_rank,
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.cost.peak import activation_bytes_per_rank
 from titan_moe.plan.cost.roofline import sharding_bytes, step_work
 from titan_moe.plan.pipeline.parts import Part
+from titan_moe.plan.resolved import Resolved
 
 QWEN3 = Path(__file__).parents[3] / "recipes" / "qwen3_30b_a3b.toml"
 TOKENS, LAYERS, WIDTH, HIDDEN, CHOICES = 16_384, 48, 2048, 768, 8  # of a rank's microbatch, of the model
@@ -39,9 +38,9 @@ def qwen3(*overrides: str) -> Recipe:
 def test_etp_ranks_keep_parts_of_the_weights() -> None:
     recipe = Recipe(model=MODEL, parallel=EP4_ETP2)
     whole = replace(recipe, parallel=ParallelConfig(ep=8, dispatcher="alltoall"))
-    assert state_bytes_per_rank(recipe, 8) == state_bytes_per_rank(whole, 8)
-    assert state_bytes_per_rank(replace(recipe, parallel=ParallelConfig(etp=2)), 8) == state_bytes_per_rank(whole, 8)
-    assert gathered_bytes_per_rank(recipe, 8) == gathered_bytes_per_rank(whole, 8) == 2 * 2 * 3 * 64 * 32
+    assert Resolved(recipe, 8).state_bytes == Resolved(whole, 8).state_bytes
+    assert Resolved(replace(recipe, parallel=ParallelConfig(etp=2)), 8).state_bytes == Resolved(whole, 8).state_bytes
+    assert Resolved(recipe, 8).gathered_bytes == Resolved(whole, 8).gathered_bytes == 2 * 2 * 3 * 64 * 32
 
 
 def test_check_names_the_part_of_an_expert() -> None:
@@ -54,7 +53,7 @@ def test_etp_ranks_have_the_down_bias_whole() -> None:
     plain = Recipe(model=MODEL, parallel=EP4_ETP2)
     biased = replace(plain, model=replace(MODEL, moe=replace(MODEL.moe, expert_mlp_bias=True)))
     biases_of_a_rank = 2 * 2 * (2 * 16 + 64)  # two layers with two experts
-    assert state_bytes_per_rank(biased, 8) - state_bytes_per_rank(plain, 8) == 16 * biases_of_a_rank
+    assert Resolved(biased, 8).state_bytes - Resolved(plain, 8).state_bytes == 16 * biases_of_a_rank
 
 
 def test_etp_rows_and_hidden_states_of_qwen3() -> None:

@@ -18,7 +18,8 @@ from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.count import count_parameters
-from titan_moe.plan.cost.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
+from titan_moe.plan.cost.memory import shared_bytes_per_rank
+from titan_moe.plan.resolved import Resolved
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
 
@@ -41,9 +42,9 @@ def test_state_bytes_are_divided_by_the_shards(
     dense = (parameters.total - parameters["experts"]) / dense_ranks
     expected = 16 * (dense + parameters["experts"] / expert_ranks)
     recipe = Recipe(model=MODEL, parallel=parallel)
-    assert state_bytes_per_rank(recipe, world_size) == pytest.approx(expected)
+    assert Resolved(recipe, world_size).state_bytes == pytest.approx(expected)
     halved = replace(recipe, precision=replace(recipe.precision, master="bf16"))
-    assert state_bytes_per_rank(halved, world_size) == pytest.approx(expected / 2)
+    assert Resolved(halved, world_size).state_bytes == pytest.approx(expected / 2)
 
 
 def test_state_bytes_of_tensor_parallel_ranks() -> None:
@@ -51,31 +52,31 @@ def test_state_bytes_of_tensor_parallel_ranks() -> None:
     whole = parameters["norms"] + parameters["router"]  # the default attention has no norms and no biases
     dense = whole + (parameters.total - parameters["experts"] - whole) / 4
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(tp=4, ep=8))
-    assert state_bytes_per_rank(recipe, 8) == pytest.approx(16 * (dense / 2 + parameters["experts"] / 8))
+    assert Resolved(recipe, 8).state_bytes == pytest.approx(16 * (dense / 2 + parameters["experts"] / 8))
 
 
 def test_gathered_bytes_of_unsharded_accumulation() -> None:
     parameters = count_parameters(MODEL)
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
-    assert gathered_bytes_per_rank(recipe, 8) == 0 and "during a step" not in describe(recipe, 8)
+    assert Resolved(recipe, 8).gathered_bytes == 0 and "during a step" not in describe(recipe, 8)
     once = replace(recipe, parallel=replace(recipe.parallel, accumulate_unsharded=True))
     whole = parameters.total - parameters["experts"] + parameters["experts"] / 4
-    assert gathered_bytes_per_rank(once, 8) == pytest.approx((2 + 4) * whole)  # bf16 and fp32
+    assert Resolved(once, 8).gathered_bytes == pytest.approx((2 + 4) * whole)  # bf16 and fp32
     assert "of unsharded parameters and gradients during a step" in describe(once, 8)
     dense = parameters.total - parameters["experts"]  # on 4 ranks experts are whole: copies alone come on top
-    assert gathered_bytes_per_rank(once, 4) == pytest.approx((2 + 4) * dense + 2 * parameters["experts"] / 4)
+    assert Resolved(once, 4).gathered_bytes == pytest.approx((2 + 4) * dense + 2 * parameters["experts"] / 4)
 
 
 def test_gathered_bytes_of_copies_of_unsharded_experts() -> None:
     copies = 2 * count_parameters(MODEL)["experts"] / 4
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
-    assert gathered_bytes_per_rank(recipe, 4) == pytest.approx(copies)
+    assert Resolved(recipe, 4).gathered_bytes == pytest.approx(copies)
     assert "of experts in bf16 during a step" in describe(recipe, 4)
     for recompute in ("experts", "block"):
         again = replace(recipe, memory=MemoryConfig(recompute=recompute))
-        assert gathered_bytes_per_rank(again, 4) == 0
+        assert Resolved(again, 4).gathered_bytes == 0
     for changed in ({"master": "bf16", "reduce": "bf16"}, {"master": "bf16", "reduce": "fp32"}):
-        assert gathered_bytes_per_rank(replace(recipe, precision=PrecisionConfig(**changed)), 4) == 0
+        assert Resolved(replace(recipe, precision=PrecisionConfig(**changed)), 4).gathered_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_gathered_bytes_of_copies_of_unsharded_experts() -> None:
 )
 def test_state_bytes_by_dtype_of_moments(master: Any, moments: Any, expected: int) -> None:
     recipe = Recipe(model=MODEL, precision=PrecisionConfig(master=master, moments=moments))
-    assert state_bytes_per_rank(recipe, 1) == pytest.approx(expected * count_parameters(MODEL).total, abs=1)
+    assert Resolved(recipe, 1).state_bytes == pytest.approx(expected * count_parameters(MODEL).total, abs=1)
     page = describe(recipe, 1)
     assert (f"parameters and gradients in {master}, moments in {moments}" in page) == (moments != "master")
 

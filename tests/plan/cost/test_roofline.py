@@ -15,9 +15,9 @@ from titan_moe.config.train import TrainConfig
 from titan_moe.plan.choice.hardware import find_hardware
 from titan_moe.plan.cost.count import training_flops_per_token
 from titan_moe.plan.cost.links import rows_sent
-from titan_moe.plan.cost.memory import state_bytes_per_rank
 from titan_moe.plan.cost.roofline import Work, sharding_bytes, step_work
 from titan_moe.plan.pipeline.parts import Part
+from titan_moe.plan.resolved import Resolved
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -67,7 +67,7 @@ def test_roofline_bytes_by_hand() -> None:
     moved = none["dispatch"].wire_bytes + none["combine"].wire_bytes
     assert tile["experts"] == replace(none["experts"], wire_bytes=moved)
     assert none.keys() - tile.keys() == {"dispatch", "combine"}, "experts move the rows"
-    state_bytes = state_bytes_per_rank(gathered, 8)
+    state_bytes = Resolved(gathered, 8).state_bytes
     assert work["optimizer"].memory_bytes == pytest.approx(7 / 4 * state_bytes)
     assert work["clip"].memory_bytes == pytest.approx(3 / 4 * state_bytes)
     ours = replace(gathered, optim=fused_adamw, precision=PrecisionConfig(moments="bf16"))

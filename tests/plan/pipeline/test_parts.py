@@ -13,12 +13,13 @@ from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.models.part import part_of
 from titan_moe.models.transformer import Transformer
 from titan_moe.plan.cost.count import training_flops_per_token
-from titan_moe.plan.cost.memory import gathered_bytes_per_rank, state_bytes, state_bytes_per_rank
-from titan_moe.plan.cost.peak import activation_bytes_per_rank, peak_bytes, peak_bytes_per_rank
+from titan_moe.plan.cost.memory import state_bytes
+from titan_moe.plan.cost.peak import activation_bytes_per_rank, peak_bytes
 from titan_moe.plan.cost.roofline import step_work
 from titan_moe.plan.pipeline.parts import parts_of, training_flops_of_rank
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+from titan_moe.plan.resolved import Resolved
 
 MODEL = ModelConfig(num_layers=7, num_dense_layers=2, ffn_hidden_size=96, moe=MoEConfig(8, ffn_hidden_size=64))
 LAYOUTS = {
@@ -53,7 +54,7 @@ def test_parts_have_the_parameters_of_built_stages(recipe: Recipe) -> None:
         experts = [parameter.numel() for name, parameter in built.items() if ".experts." in name]
         assert part.count["experts"] == sum(experts)
         by_rank.append(16 * part.count.total)  # fp32: parameter, gradient and two moments
-    assert state_bytes_per_rank(recipe, pp) == max(by_rank)
+    assert Resolved(recipe, pp).state_bytes == max(by_rank)
 
 
 def test_parts_share_a_tied_weight() -> None:
@@ -112,7 +113,7 @@ def test_peak_has_the_activations_of_all_microbatches_in_flight() -> None:
     kept = activation_bytes_per_rank(parts[0].recipe)
     once = replace(parts[0], num_in_flight=1, num_before_backward=1)
     assert peak_bytes(parts[0], 1.0) - peak_bytes(once, 1.0) == pytest.approx(3 * kept) and kept > 0
-    assert peak_bytes_per_rank(recipe, 4, 1.0) == max(peak_bytes(part, 1.0) for part in parts)
+    assert Resolved(recipe, 4).peak_bytes(1.0) == max(peak_bytes(part, 1.0) for part in parts)
 
 
 def test_peak_of_the_last_rank_has_the_head_and_its_logits() -> None:
@@ -130,9 +131,9 @@ def test_peak_of_the_last_rank_has_the_head_and_its_logits() -> None:
 def test_gathered_bytes_are_those_of_one_rank() -> None:
     zbv = recipe_with(LAYOUTS["zbv"])
     dense = max(part.count.total for part in parts_of(zbv, 2))
-    assert gathered_bytes_per_rank(zbv, 2) <= 6 * dense
+    assert Resolved(zbv, 2).gathered_bytes <= 6 * dense
     alone = replace(zbv, parallel=ParallelConfig(accumulate_unsharded=True))
-    assert gathered_bytes_per_rank(zbv, 2) < 0.7 * gathered_bytes_per_rank(alone, 1)
+    assert Resolved(zbv, 2).gathered_bytes < 0.7 * Resolved(alone, 1).gathered_bytes
 
 
 def test_work_and_flops_of_all_ranks_are_those_of_the_model(recipe: Recipe) -> None:

@@ -5,13 +5,10 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from titan_moe.config import Recipe
-from titan_moe.config.parallel import ParallelSizes
-from titan_moe.config.recipe import num_microbatches
-from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.plan.resolved import Resolved
 
 
-def check_one_schedule(recipe: Recipe, sizes: ParallelSizes, device: torch.device) -> None:
+def check_one_schedule(resolved: Resolved, device: torch.device) -> None:
     """Compare the sizes of all axes, the number of microbatches and the schedule of a recipe on all ranks, by a hash.
 
     A collective call of the world. It comes before any group is made, because that waits for all ranks too, and without
@@ -19,10 +16,10 @@ def check_one_schedule(recipe: Recipe, sizes: ParallelSizes, device: torch.devic
 
     Raises: RuntimeError that names the ranks with another layout or schedule than the first one's.
     """
-    number = num_microbatches(recipe, sizes.world)
-    entries = entries_of(recipe.parallel, number) if sizes.pp > 1 else []
+    entries = resolved.entries if resolved.sizes.pp > 1 else []
     schedule = [[tuple(entry) for entry in of_rank] for of_rank in entries]
-    digest = hashlib.sha256(repr((sizes, number, schedule)).encode()).digest()
+    compared = resolved.sizes, resolved.num_microbatches, schedule
+    digest = hashlib.sha256(repr(compared).encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device=device)
     hashes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(hashes, own)

@@ -24,7 +24,6 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from titan_moe.config import Recipe
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads, WeightGradQueue
@@ -41,6 +40,7 @@ from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
+from titan_moe.plan.resolved import Resolved
 from titan_moe.profile.region import action_region
 
 
@@ -53,7 +53,7 @@ class Pipeline:
     def __init__(
         self,
         parts: list[nn.Module],
-        recipe: Recipe,
+        resolved: Resolved,
         meshes: Meshes,
         tied: TiedEmbedding | None,
         queue: WeightGradQueue | None,
@@ -62,6 +62,7 @@ class Pipeline:
     ) -> None:
         """`queue` is that of the layers (weight_grads.py); None if the schedule does not split backwards.
         `capacity` has the arena of microbatches in flight."""
+        recipe = resolved.recipe
         p = self.config = recipe.parallel
         self.rank, self.group = meshes.dense.get_local_rank("pp"), meshes.pipeline_group
         self.stages = parts_by_stage(parts, p, meshes)
@@ -72,7 +73,7 @@ class Pipeline:
         """Gradients of a stage, after its last action; else in its last backward."""
         self.stages_with_experts = frozenset(stage for stage, part in self.stages.items() if count_moe_layers(part))
         self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
-        self.rehearsals = Rehearsals(recipe, capacity)
+        self.rehearsals = Rehearsals(resolved, capacity)
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         entries = entries_of(self.config, len(batch.tokens_MBN))[self.rank]

@@ -6,7 +6,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from titan_moe.config import Recipe
+from titan_moe.config.model import ModelConfig
 from titan_moe.models.part import module_names, part_of
 from titan_moe.models.transformer import Transformer
 
@@ -14,8 +14,15 @@ PROBE_TOKENS = 16
 """Of the sequence that shows what a model's own forward computes in stages."""
 
 
-def check_interface(model: nn.Module, recipe: Recipe, stages: Collection[Collection[str]]) -> None:
-    """Refuse a model that stages would compute otherwise than one rank does.
+def check_interface(
+    model: nn.Module,
+    stages: Collection[Collection[str]],
+    config: ModelConfig,
+    num_tokens: int,
+    *,
+    has_documents: bool,
+) -> None:
+    """Refuse a model that stages would compute otherwise than one rank does, with sequences of `num_tokens`.
 
     Raises: ValueError if its blocks have no names, if it has modules or parameters that are in no stage, or if its
     forward does more than call its modules one after the other.
@@ -28,18 +35,20 @@ def check_interface(model: nn.Module, recipe: Recipe, stages: Collection[Collect
         known = "of a model's own modules stages have embed, layers, norm and head"
         raise ValueError(f"no stage has its {', '.join(sorted(others))}; {known}: move them into one of these")
     if type(model).forward is not Transformer.forward:
-        _check_forward(_with_stand_ins(model, recipe), recipe, stages)
+        tokens_BN = torch.arange(min(num_tokens, PROBE_TOKENS)).unsqueeze(0)
+        rest = tokens_BN % config.vocab_size, torch.zeros_like(tokens_BN) if has_documents else None
+        _check_forward(_with_stand_ins(model, config), stages, tokens_BN, *rest)
 
 
 @torch.no_grad()
-def _check_forward(model: nn.Module, recipe: Recipe, stages: Collection[Collection[str]]) -> None:
+def _check_forward(
+    model: nn.Module, stages: Collection[Collection[str]], tokens_BN: Tensor, *rest: Tensor | None
+) -> None:
     """Refuse a forward that computes otherwise in stages. One that needs more of its modules than stand-ins have cannot
     be judged.
 
     Raises: ValueError.
     """
-    tokens_BN = torch.arange(min(recipe.train.seq_len_tokens, PROBE_TOKENS)).unsqueeze(0)
-    rest = tokens_BN % recipe.model.vocab_size, torch.zeros_like(tokens_BN) if recipe.data.document_attention else None
     try:
         expected = model(tokens_BN, *rest)
     except Exception:
@@ -58,13 +67,12 @@ def _check_forward(model: nn.Module, recipe: Recipe, stages: Collection[Collecti
         )
 
 
-def _with_stand_ins(model: nn.Module, recipe: Recipe) -> nn.Module:
+def _with_stand_ins(model: nn.Module, config: ModelConfig) -> nn.Module:
     """A copy of a model whose modules are cheap and have no weights, each with another function."""
-    width, vocab_size = recipe.model.hidden_size, recipe.model.vocab_size
-    row_D = torch.linspace(-1.0, 2.0, width, dtype=torch.float64)
+    row_D = torch.linspace(-1.0, 2.0, config.hidden_size, dtype=torch.float64)
 
     def head(x: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits = x.mean(-1, keepdim=True).expand(*x.shape[:-1], vocab_size)
+        logits = x.mean(-1, keepdim=True).expand(*x.shape[:-1], config.vocab_size)
         return logits if labels is None else (x * row_D).sum(-1).mul(labels + 1).sum()
 
     copy = deepcopy(model)

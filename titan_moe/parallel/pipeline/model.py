@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_moe.config import Recipe
 from titan_moe.config.context import sequence_shard
 from titan_moe.models.generate import generate, next_logits
 from titan_moe.parallel.context import NextLogits
@@ -15,6 +14,7 @@ from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import activations_like, check_activation
 from titan_moe.parallel.pipeline.stages import parts_by_stage
 from titan_moe.plan.pipeline.stages import rank_of_stage
+from titan_moe.plan.resolved import Resolved
 
 
 class Model(Protocol):
@@ -32,7 +32,8 @@ class PipelinedModel:
     A rank goes on as soon as its stages are done, so the microbatches of a loop are in several stages at a time.
     """
 
-    def __init__(self, parts: list[nn.Module], recipe: Recipe, meshes: Meshes) -> None:
+    def __init__(self, parts: list[nn.Module], resolved: Resolved, meshes: Meshes) -> None:
+        recipe = resolved.recipe
         p = self.config = recipe.parallel
         self.group, self.rank = meshes.pipeline_group, meshes.dense.get_local_rank("pp")
         self.stages = parts_by_stage(parts, p, meshes)
@@ -84,9 +85,9 @@ class PipelinedModel:
         return next_logits(self, tokens_BN, self.config.length_multiple)
 
 
-def whole_model(parts: list[nn.Module], recipe: Recipe, meshes: Meshes) -> Any:
+def whole_model(parts: list[nn.Module], resolved: Resolved, meshes: Meshes) -> Any:
     """The model of these stages: the only part, or all stages together."""
-    if recipe.parallel.pp > 1:
-        return PipelinedModel(parts, recipe, meshes)
+    if resolved.sizes.pp > 1:
+        return PipelinedModel(parts, resolved, meshes)
     (model,) = parts
     return model

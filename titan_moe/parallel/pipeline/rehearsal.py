@@ -15,11 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from titan_moe.config import Recipe
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.pipeline.messages import Received, check_activation
 from titan_moe.plan.pipeline.action import Entry, flat
-from titan_moe.plan.pipeline.weight_grads import splits_backward
+from titan_moe.plan.resolved import Resolved
 
 NUM_MICROBATCHES = 2
 
@@ -53,10 +52,8 @@ class StandIns:
 class Rehearsals:
     """Decides when a rehearsal is needed: before a step for whose sizes there are no graphs yet."""
 
-    def __init__(self, recipe: Recipe, capacity: ExpertCapacity) -> None:
-        self.config, self.kernels, self.capacity = recipe.compile, recipe.perf.chosen_kernels, capacity
-        self.is_alone = recipe.parallel.pp == 1
-        self.experts_delay = splits_backward(recipe)
+    def __init__(self, resolved: Resolved, capacity: ExpertCapacity) -> None:
+        self.resolved, self.capacity = resolved, capacity
         self.done: set[tuple[int, bool, bool]] = set()
         """`ExpertCapacity.sizes` of the graphs that there are, and whether experts delayed weight gradients in the
         arena, where other kernels write."""
@@ -64,12 +61,13 @@ class Rehearsals:
     def is_due(self, device: torch.device) -> bool:
         """Whether the next step on a device needs a rehearsal. After this call the step counts as rehearsed. All ranks
         get the same answer."""
-        compiles = self.config.compiles(device.type) or (device.type == "cuda" and self.kernels.are_compiled)
-        if self.is_alone or not compiles:
+        resolved, is_gpu = self.resolved, device.type == "cuda"
+        compiles = resolved.recipe.compile.compiles(device.type) or (is_gpu and resolved.kernels.are_compiled)
+        if resolved.sizes.pp == 1 or not compiles:
             return False
         arena = self.capacity.arena
         # of the schedule: a rank without experts has no delayed slabs
-        sizes = *self.capacity.sizes, self.experts_delay and arena is not None and arena.keeps
+        sizes = *self.capacity.sizes, resolved.splits_backward and arena is not None and arena.keeps
         self.done = {rehearsed for rehearsed in self.done if rehearsed[0] == sizes[0]}  # to set the factor drops graphs
         is_new = sizes not in self.done
         self.done.add(sizes)

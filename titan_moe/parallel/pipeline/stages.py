@@ -4,26 +4,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.config import Recipe, RecipeError
+from titan_moe.config import RecipeError
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.models.part import part_of, tied_weight
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.interface import check_interface
 from titan_moe.parameters import local
-from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of, stages_of_rank
+from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of_rank
+from titan_moe.plan.resolved import Resolved
 
 
-def split(model: nn.Module, recipe: Recipe, meshes: Meshes) -> list[nn.Module]:
+def split(model: nn.Module, resolved: Resolved, meshes: Meshes) -> list[nn.Module]:
     """This rank's stages of a model on the meta device, in the order of the stages; the model itself without `pp`.
 
     Raises: RecipeError if a model of the user's own cannot be split.
     """
-    if recipe.parallel.pp == 1:
+    if resolved.sizes.pp == 1:
         return [model]
-    stages = stages_of(recipe)
+    recipe, stages = resolved.recipe, resolved.stages
     numbers = stages_of_rank(meshes.dense.get_local_rank("pp"), recipe.parallel)
     try:
-        check_interface(model, recipe, stages)
+        check_interface(
+            model, stages, recipe.model, recipe.train.seq_len_tokens, has_documents=recipe.data.document_attention
+        )
         return [part_of(model, stages[number]) for number in numbers]
     except (ValueError, AttributeError) as error:
         problem = (

@@ -20,34 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.compile.regional import modules_in_graphs
-from titan_moe.config import Recipe
+from titan_moe.config.perf import CompileConfig
 from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN, choose_queued_expert_mlp
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.linear.delayed import queued_linear
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.layers.moe import MoE
-from titan_moe.plan.pipeline.weight_grads import splits_backward
 
 
-def build_queue(recipe: Recipe) -> WeightGradQueue | None:
-    """The queue of a rank, if the schedule splits backwards; None where every backward computes all gradients.
-
-    A gradient that comes after its parameter is resharded would be lost, and a recomputed forward delays none.
-    Rules refuse both beside such a schedule.
-    """
-    return WeightGradQueue() if splits_backward(recipe) else None
-
-
-def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, device: torch.device) -> None:
+def apply(stage: nn.Module, queue: WeightGradQueue | None, config: CompileConfig, device: torch.device) -> None:
     """Let the layers of a stage delay their weight gradients to `queue`, in place.
 
     Call it after dispatchers are set, and before compile, which does not compile layers that delay. Names and classes
-    of modules do not change.
+    of modules do not change. A gradient that comes after its parameter is resharded would be lost, and a recomputed
+    forward delays none: rules refuse both beside a schedule that splits backwards.
     """
     if queue is None:
         return
-    compiled = modules_in_graphs(stage, recipe.compile, device)
+    compiled = modules_in_graphs(stage, config, device)
     for module in stage.modules():
         if isinstance(module, MoE):
             _delay_experts(module, queue, is_compiled=module.experts in compiled)

@@ -12,7 +12,7 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.plan.cost.loads import layer_loads
-from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.parts import Part
 from titan_moe.plan.pipeline.slabs import ArenaSlabs
 
 SCALE_BYTES = 16
@@ -21,32 +21,21 @@ GATHERS_FROM = 2048
 """Hidden width of experts from which slots are copied before weight gradients (kernels/experts/passes.py)."""
 
 
-def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
-    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run; in a pipeline
-    those of the rank that has most."""
-    return max(state_bytes(part) for part in parts_of(recipe, world_size))
-
-
 def state_bytes(part: Part) -> int:
-    """The same on a pipeline rank."""
+    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run."""
     precision = part.recipe.precision
     parameter_and_gradient = 2 * BYTES_OF_DTYPE[precision.master]
     return round(parameters_of(part) * (parameter_and_gradient + precision.bytes_of_moments))
 
 
-def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
-    """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state; in a
-    pipeline those of the rank that has most.
+def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
+    """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state.
 
     With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
     only copies in compute's dtype. These exist for the whole step, or from a layer's forward to its backward: those of
-    all layers at once, unless something is recomputed.
+    all layers at once, unless something is recomputed. Without `has_gradients`, as in the first microbatch, none are
+    accumulated yet.
     """
-    return max(gathered_bytes(part) for part in parts_of(recipe, world_size))
-
-
-def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
-    """The same on a pipeline rank. Without `has_gradients`, as in the first microbatch, none are accumulated yet."""
     recipe = part.recipe
     sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
@@ -82,6 +71,17 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
     place = recipe.model.expert_width * element + top_k * max(element, 4) + 4
     rows = max_batch_tokens(recipe) * (recipe.parallel.ep * place + 4 * top_k)
     return max(rows, _clone_bytes(recipe)) if recipe.parallel.facts.shares_memory_of_ep else rows
+
+
+def workspace_bytes(recipe: Recipe) -> int:
+    """Count the bytes that the ranks of a tp group share to overlap messages with GEMMs: those of the largest message
+    of a layer, in forward or backward, which is the partial sums of own tokens for two ranks. 0 without overlap."""
+    p = recipe.parallel
+    if not p.tp_comm_overlap or p.tp == 1:
+        return 0
+    num_tokens = max_batch_tokens(recipe) // max(p.etp, 1)
+    width = max(recipe.model.hidden_size, recipe.model.attention.q_lora_rank)
+    return 2 * num_tokens * width * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, slabs: ArenaSlabs | None = None) -> int:

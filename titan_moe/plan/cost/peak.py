@@ -38,21 +38,16 @@ from titan_moe.plan.cost.memory import (
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes
-from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.parts import Part
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 
 CHOICE_BYTES = 4
 """Of a token's choice of an expert, which a recomputed block keeps (layers/choice.py)."""
 
 
-def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
-    """Estimate the peak in bytes, with this implementation of the experts; in a pipeline on the rank that has most. If
-    the capacity is "auto", `capacity_factor` is that of the load, with its margin."""
-    return max(peak_bytes(part, capacity_factor, experts) for part in parts_of(recipe, world_size))
-
-
 def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> int:
-    """The same on a pipeline rank."""
+    """Estimate the peak of a rank in bytes, with this implementation of the experts. If the capacity is "auto",
+    `capacity_factor` is that of the load, with its margin."""
     recipe, p, count = part.recipe, part.recipe.precision, part.count
     compute, reduce, master = (BYTES_OF_DTYPE[dtype] for dtype in (p.compute, p.reduce, p.master))
     is_once = recipe.parallel.accumulate_unsharded

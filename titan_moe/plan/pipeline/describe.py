@@ -5,74 +5,67 @@ from dataclasses import replace
 from typing import Any
 
 from titan_moe.config.pipeline_schedules import SCHEDULES
-from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules import check_rules
-from titan_moe.plan.cost.memory import shared_bytes_per_rank, state_bytes
+from titan_moe.plan.cost.memory import state_bytes
 from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline.action import Entry, Pair, flat
 from titan_moe.plan.pipeline.flops import flops_of_stage
-from titan_moe.plan.pipeline.parts import parts_of
-from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import Simulation, Times, simulate
-from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
-from titan_moe.plan.pipeline.weight_grads import describe_weight_grads, split_flops, splits_backward
+from titan_moe.plan.pipeline.stages import stages_of_rank
+from titan_moe.plan.pipeline.weight_grads import describe_weight_grads, split_flops
+from titan_moe.plan.resolved import Resolved
 
 
-def simulate_step(recipe: Recipe, world_size: int, *, delays_all: bool = False) -> Simulation:
+def simulate_step(resolved: Resolved, *, delays_all: bool = False) -> Simulation:
     """Simulate a step of a recipe; times are FLOPs of a token. With `delays_all`, as if every weight gradient could be
     delayed; else those that the run does not delay are computed where it computes them."""
-    p = recipe.parallel
-    entries, stages = entries_of(p, num_microbatches(recipe, world_size)), stages_of(recipe)
-    if delays_all:
-        flops = [flops_of_stage(recipe, stage) for stage in stages]
-    else:
-        flops = split_flops(recipe, stages)
+    recipe, stages = resolved.recipe, resolved.stages
+    flops = [flops_of_stage(recipe, stage) for stage in stages] if delays_all else split_flops(recipe, stages)
     forward, backward_input, backward_weight = zip(*flops, strict=True)
-    return simulate(entries, Times(forward, backward_input, backward_weight))
+    return simulate(resolved.entries, Times(forward, backward_input, backward_weight))
 
 
-def describe_pipeline(recipe: Recipe, world_size: int, capacity_factor: float, experts: str) -> Iterator[str]:
+def describe_pipeline(resolved: Resolved, capacity_factor: float) -> Iterator[str]:
     """The schedule with its bubble, then the stages, microbatches in flight and memory of each pipeline rank; nothing
     without a pipeline."""
-    p, stages = recipe.parallel, stages_of(recipe)
+    p = resolved.recipe.parallel
     if p.pp == 1:
         return
     of_a_rank = f", {p.vpp} on a rank" if p.vpp > 1 else ""
-    number, bubble = num_microbatches(recipe, world_size), simulate_step(recipe, world_size).bubble_share
+    stages, bubble = resolved.stages, simulate_step(resolved).bubble_share
     ideal = ""
-    if splits_backward(recipe):
-        smallest = simulate_step(recipe, world_size, delays_all=True).bubble_share
+    if resolved.splits_backward:
+        smallest = simulate_step(resolved, delays_all=True).bubble_share
         ideal = f" ({100 * smallest:.3g} % if all weight gradients were delayed)"
     yield (
-        f"{p.pp_schedule}, {len(stages)} stages{of_a_rank}, {number} microbatches a step; bubble {100 * bubble:.3g} % "
-        f"of the step, by FLOPs, without messages and recompute{ideal}"
+        f"{p.pp_schedule}, {len(stages)} stages{of_a_rank}, {resolved.num_microbatches} microbatches a step; "
+        f"bubble {100 * bubble:.3g} % of the step, by FLOPs, without messages and recompute{ideal}"
     )
-    yield from describe_weight_grads(recipe)
-    yield from _better_schedules(recipe, world_size, bubble)
-    entries = entries_of(p, number)
-    for rank, part in enumerate(parts_of(recipe, world_size)):
+    yield from describe_weight_grads(resolved.recipe)
+    yield from _better_schedules(resolved, bubble)
+    for rank, part in enumerate(resolved.parts):
         held = " + ".join(name_modules(stages[stage]) for stage in stages_of_rank(rank, p))
         memory = f"{state_bytes(part) / 2**30:.3g} GiB"
-        if recipe.run.device != "cpu":
-            peak = peak_bytes(part, capacity_factor, experts) + shared_bytes_per_rank(recipe)
+        if resolved.recipe.run.device != "cpu":
+            peak = peak_bytes(part, capacity_factor, resolved.experts) + resolved.shared_bytes
             memory += f", about {peak / 2**30:.3g} GiB at the peak"
-        pairs = f"; {name_pairs(entries[rank])}" if p.overlap == "microbatch" else ""
+        pairs = f"; {name_pairs(resolved.entries[rank])}" if p.overlap == "microbatch" else ""
         yield f"pp rank {rank}: {held}; microbatches in flight {part.num_in_flight:.3g}{pairs}; {memory}"
 
 
-def _better_schedules(recipe: Recipe, world_size: int, bubble: float) -> Iterator[str]:
+def _better_schedules(resolved: Resolved, bubble: float) -> Iterator[str]:
     """Say which schedules of whole backwards have a smaller bubble than one of split backwards, whose weight gradients
     are not all delayed."""
-    p = recipe.parallel
-    if not splits_backward(recipe):
+    if not resolved.splits_backward:
         return
+    recipe, p = resolved.recipe, resolved.recipe.parallel
     for name, facts in SCHEDULES.items():
         vpp = min(max(p.vpp, facts.min_vpp), facts.max_vpp)
         changes: dict[str, Any] = {"pp_schedule": name, "vpp": vpp}
-        other = replace(recipe, parallel=replace(p, **changes))
-        if facts.splits_backward or check_rules(other, world_size):
+        other = replace(resolved, recipe=replace(recipe, parallel=replace(p, **changes)))
+        if facts.splits_backward or check_rules(other.recipe, other.world_size):
             continue
-        if (whole := simulate_step(other, world_size).bubble_share) < bubble:
+        if (whole := simulate_step(other).bubble_share) < bubble:
             of_a_rank = f" with vpp = {vpp}" if vpp != p.vpp else ""
             yield f'hint: pp_schedule = "{name}"{of_a_rank} has whole backwards, and a bubble of {100 * whole:.3g} %'
 
