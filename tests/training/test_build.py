@@ -126,21 +126,6 @@ def test_build_refuses_a_model_without_layers(monkeypatch: pytest.MonkeyPatch) -
         build(Hidden, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("words", "waits"),
-    [
-        ((), True),
-        (("--parallel.overlap=none",), False),
-        (("--perf.kernels=grouped_mm",), False),
-        (("--memory.recompute=experts",), False),
-    ],
-)
-def test_build_delays_weight_grads_where_autograd_fixes_the_order(words: tuple[str, ...], waits: bool) -> None:
-    interleaved = ("--parallel.overlap=microbatch", "--parallel.dispatcher=alltoall")
-    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*interleaved, "--perf.kernels=fused", *words])
-    assert Resolved(recipe, 8).delays_weight_grads_of_experts == waits
-
-
 def test_build_does_not_delay_weight_grads_of_other_experts(one_rank: Meshes) -> None:
     experts = GroupedExperts(2, 8, 8)
     use_unsharded_experts(experts, one_rank.expert_fsdp, None, keeps=False, delay_weight_grads_of_experts=True)

@@ -14,6 +14,7 @@ from titan_moe.kernels.experts.arena import Arena
 from titan_moe.plan.cost.loads import LayerLoads
 from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.pipeline.parts import parts_of
+from titan_moe.plan.resolved import Resolved
 from titan_moe.training.build import _bytes_of_a_graph
 from titan_moe.training.capacity_control import CALIBRATION_STEPS, CapacityControl
 from titan_moe.training.peak_memory import PeakMemory
@@ -161,7 +162,7 @@ def test_the_pool_of_the_first_recording_is_expected_until_there_is_one(step: St
 def test_a_rank_expects_the_graph_of_its_own_stages(extent: str, rank: int) -> None:
     words = ["--parallel.pp=2", "--parallel.ep=1", "--parallel.dispatcher=local", "--parallel.overlap=none"]
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--compile.cudagraph={extent}"])
-    sizes, dense = SimpleNamespace(world=2), SimpleNamespace(get_local_rank={"pp": rank}.__getitem__)
-    expected = _bytes_of_a_graph(recipe, SimpleNamespace(sizes=sizes, dense=dense))  # type: ignore[arg-type]
+    dense = SimpleNamespace(get_local_rank={"pp": rank}.__getitem__)
+    expected = _bytes_of_a_graph(Resolved(recipe, 2), SimpleNamespace(dense=dense))  # type: ignore[arg-type]
     assert expected == graph_bytes(parts_of(recipe, 2)[rank], 2.5)
     assert (expected > 2**30) == (extent == "step")

@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_moe.config.kernels import Backend
-from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
 from titan_moe.plan.pipeline.pieces import ROOT
+from titan_moe.plan.resolved import Resolved
 from titan_moe.versions import KEEPS_SUMS_OF_GRADIENTS_APART
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -27,22 +26,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 def apply(
     model: nn.Module,
-    config: ParallelConfig,
-    precision: PrecisionConfig,
+    resolved: Resolved,
     meshes: Meshes,
-    *,
-    gradients: Backend = "torch",
-    delay_weight_grads_of_experts: bool = False,
     replicas: ReplicaSlots | None = None,
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
     Where microbatches are interleaved, experts are gathered in their block's pre-forward hook: hooks of their own would
-    run in its pieces (`ManualFSDP`). `gradients` is the backend that accumulates those of unsharded experts.
-    `delay_weight_grads_of_experts` computes them while gradients of rows are sent. `replicas` are those of
-    `expert.apply`.
+    run in its pieces (`ManualFSDP`). `replicas` are those of `expert.apply`.
     """
-    policy = _mixed_precision(precision)
+    config, policy = resolved.recipe.parallel, _mixed_precision(resolved.recipe.precision)
     reshards = not config.accumulate_unsharded
     blocks = list(model.get_submodule("layers").children())
     unsharded: set[nn.Parameter] = set()
@@ -54,14 +47,14 @@ def apply(
     }
     for block in blocks:
         for experts in _all_experts_of(block):
-            if meshes.sizes.experts_are_unsharded(precision):
+            if resolved.experts_are_unsharded:
                 use_unsharded_experts(
                     experts,
                     meshes.expert_fsdp,
                     policy.param_dtype,
                     keeps=config.accumulate_unsharded or config.pp > 1,  # one copy for all microbatches in flight
-                    gradients=gradients,
-                    delay_weight_grads_of_experts=delay_weight_grads_of_experts,
+                    gradients=resolved.kernels.gradients,
+                    delay_weight_grads_of_experts=resolved.delays_weight_grads_of_experts,
                     room=replicas,
                 )
                 unsharded.update(experts.parameters())

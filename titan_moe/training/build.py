@@ -185,15 +185,7 @@ def build_parts(
         if recipe.profile.start_step:
             regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones
         recompute.apply(part, recipe.memory)  # around compiled code
-        fsdp.apply(  # outermost: gathers around compiled code
-            part,
-            recipe.parallel,
-            recipe.precision,
-            meshes,
-            gradients=resolved.kernels.gradients,
-            delay_weight_grads_of_experts=resolved.delays_weight_grads_of_experts,
-            replicas=replicas,
-        )
+        fsdp.apply(part, resolved, meshes, replicas)  # outermost: gathers around compiled code
         part.to_empty(device=device)
         seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
         init_weights(part, seed, num_layers=recipe.model.num_layers, **stds)

@@ -279,18 +279,6 @@ def test_the_plan_knows_which_layers_overlap_messages_over_tp(ranks: Any, name: 
         assert found == planned
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"parallel": replace(ZBV, pp_schedule="interleaved_1f1b")},
-        {"parallel": replace(ZBV, pp=1, vpp=1)},
-    ],
-)
-def test_other_runs_delay_nothing(changes: dict[str, Any]) -> None:
-    assert Resolved(recipe_of("gqa"), 2).splits_backward
-    assert not Resolved(replace(recipe_of("gqa"), **changes), 2).splits_backward
-
-
 def gradients(recipe: Recipe, *, delays: bool) -> tuple[dict[str, Tensor], int]:
     """This rank's gradients of a step, and how many weight gradients were delayed."""
     num_delayed, compute = 0, PendingWeightGrads.compute

@@ -10,7 +10,9 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.train import TrainConfig
 from titan_moe.plan.pipeline.schedules import actions_of
-from titan_moe.plan.pipeline.slabs import arena_slabs, moe_layers_of
+from titan_moe.plan.pipeline.slabs import arena_slabs
+from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+from titan_moe.plan.resolved import Resolved
 
 MODEL = ModelConfig(num_layers=9, num_dense_layers=2, moe=MoEConfig(num_experts=8))
 TRAIN = TrainConfig(global_batch_sequences=128, micro_batch_sequences=2)  # 32 microbatches
@@ -26,7 +28,8 @@ def recipe(schedule: str, layout: str = "") -> Recipe:
 @pytest.mark.parametrize("schedule", LAYOUTS)
 def test_slabs_are_the_most_in_flight(schedule: str, rank: int) -> None:
     run = recipe(schedule)
-    layers = moe_layers_of(run, rank)
+    stages, moe = stages_of(run), {f"layers.{layer}" for layer in range(2, 9)}
+    layers = {stage: len(moe.intersection(stages[stage])) for stage in stages_of_rank(rank, run.parallel)}
     in_flight, most, delayed, most_delayed = set(), 0, set(), 0
     for kind, stage, microbatch in actions_of(schedule, 4, LAYOUTS[schedule], 32)[rank]:
         if kind == "forward" and layers[stage]:
@@ -37,13 +40,12 @@ def test_slabs_are_the_most_in_flight(schedule: str, rank: int) -> None:
         if kind == "backward_input" and layers[stage]:
             delayed.add((stage, microbatch))
         most, most_delayed = max(most, len(in_flight)), max(most_delayed, len(delayed))
-    slabs = arena_slabs(run, rank, world_size=8)
-    assert slabs == (max(most, 1), max(layers.values()), most_delayed)
+    assert Resolved(run, 8).parts[rank].slabs == (max(most, 1), max(layers.values()), most_delayed)
     assert (most_delayed > 0) == (SCHEDULES[schedule].splits_backward and most > 0)
 
 
 def test_slabs_of_1f1b() -> None:
-    assert [arena_slabs(recipe("1f1b", "Ett|ttt|tt|ttL"), rank, 8) for rank in range(4)] == [
+    assert [part.slabs for part in Resolved(recipe("1f1b", "Ett|ttt|tt|ttL"), 8).parts] == [
         (1, 0, 0),
         (3, 3, 0),
         (2, 2, 0),
@@ -52,4 +54,4 @@ def test_slabs_of_1f1b() -> None:
 
 
 def test_without_a_pipeline_there_is_one_place() -> None:
-    assert arena_slabs(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8) == (1, 7, 0)
+    assert arena_slabs(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8, {0: 7}) == (1, 7, 0)

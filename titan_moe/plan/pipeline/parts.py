@@ -1,6 +1,6 @@
 """The part of a run on each pipeline rank: its layers, and the number of microbatches in flight."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from titan_moe.config.arena import has_arena
@@ -58,31 +58,45 @@ class Part:
 
 def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
     """The parts of all pipeline ranks."""
-    p, model = recipe.parallel, recipe.model
+    p = recipe.parallel
     if p.pp == 1:
         return [Part(recipe, world_size)]
     stages = stages_of(recipe)
-    num_dense = model.num_layers - model.num_moe_layers
-    parts = []
-    for rank in range(p.pp):
-        names = [name for stage in stages_of_rank(rank, p) for name in stages[stage]]
-        layers = _layers(names)
-        dense = sum(layer < num_dense for layer in layers)
-        of_rank = replace(model, num_layers=len(layers), num_dense_layers=dense)
-        part = Part(
-            replace(recipe, model=of_rank, precision=_precision_of(recipe, layers)),
-            world_size,
-            "embed" in names,
-            "head" in names,
-            num_in_flight=in_flight(recipe, world_size, rank),
-            num_before_backward=_most(recipe, world_size, rank, max_before_backward),
-            num_delayed=delayed(recipe, world_size, rank),
-            num_messages=_num_messages(recipe, world_size, rank),
-            slabs=arena_slabs(recipe, rank, world_size),
-            run=recipe,
-        )
-        parts.append(part)
-    return parts
+    return [_part(recipe, world_size, rank, {at: stages[at] for at in stages_of_rank(rank, p)}) for rank in range(p.pp)]
+
+
+def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Iterable[str]]) -> Part:
+    """The part of a pipeline rank with these stages."""
+    model, names = recipe.model, [name for stage in stages.values() for name in stage]
+    layers, num_dense = _layers(names), model.num_layers - model.num_moe_layers
+    dense = sum(layer < num_dense for layer in layers)
+    number = few_microbatches(recipe, world_size)
+    sizes = {stage: float(len(_layers(names))) for stage, names in stages.items()}
+    experts = (module for module in gemm_modules(model) if module.part == "experts")
+    delays = splits_backward(recipe) and any(obstacle_of(recipe, module) is None for module in experts)
+
+    def most(measure: Measure) -> float:
+        """The most microbatches at once; one of a half of the rank's layers is a half."""
+        return measure_rank(measure, recipe.parallel, number, rank, sizes) / max(sum(sizes.values()), 1.0)
+
+    with_layers = {stage: 1.0 for stage, size in sizes.items() if size}
+    moe_layers = {stage: sum(layer >= num_dense for layer in _layers(names)) for stage, names in stages.items()}
+    return Part(
+        replace(
+            recipe,
+            model=replace(model, num_layers=len(layers), num_dense_layers=dense),
+            precision=_precision_of(recipe, layers),
+        ),
+        world_size,
+        "embed" in names,
+        "head" in names,
+        num_in_flight=most(max_held),
+        num_before_backward=most(max_before_backward),
+        num_delayed=most(max_delayed) if delays else 0.0,
+        num_messages=round(measure_rank(max_messages, recipe.parallel, number, rank, with_layers)),
+        slabs=arena_slabs(recipe, rank, world_size, moe_layers),
+        run=recipe,
+    )
 
 
 def _precision_of(recipe: Recipe, layers: list[int]) -> PrecisionConfig:
@@ -106,32 +120,3 @@ def training_flops_of_rank(recipe: Recipe, pp_rank: int) -> float:
     """Count the FLOPs of training on one token on a pipeline rank."""
     stages = stages_of(recipe)
     return sum(flops_of_stage(recipe, stages[stage]).total for stage in stages_of_rank(pp_rank, recipe.parallel))
-
-
-def in_flight(recipe: Recipe, world_size: int, rank: int) -> float:
-    """The most microbatches whose activations a pipeline rank keeps at once; one of a half of its layers is a half."""
-    return _most(recipe, world_size, rank, max_held)
-
-
-def delayed(recipe: Recipe, world_size: int, rank: int) -> float:
-    """The most microbatches whose weight gradients of routed experts a pipeline rank computes later, in the same
-    way."""
-    if not splits_backward(recipe):
-        return 0.0
-    experts = (module for module in gemm_modules(recipe.model) if module.part == "experts")
-    delays = any(obstacle_of(recipe, module) is None for module in experts)
-    return _most(recipe, world_size, rank, max_delayed) if delays else 0.0
-
-
-def _num_messages(recipe: Recipe, world_size: int, rank: int) -> int:
-    stages = stages_of(recipe)
-    with_layers = {stage: 1.0 for stage in stages_of_rank(rank, recipe.parallel) if _layers(stages[stage])}
-    number = few_microbatches(recipe, world_size)
-    return round(measure_rank(max_messages, recipe.parallel, number, rank, with_layers))
-
-
-def _most(recipe: Recipe, world_size: int, rank: int, most: Measure) -> float:
-    p, stages = recipe.parallel, stages_of(recipe)
-    sizes = {stage: float(len(_layers(stages[stage]))) for stage in stages_of_rank(rank, p)}
-    number = few_microbatches(recipe, world_size)
-    return measure_rank(most, p, number, rank, sizes) / max(sum(sizes.values()), 1.0)
