@@ -106,7 +106,12 @@ def told_and_tried(file: Path, overrides: str, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "overrides", ["--precision.format=fp8_rowwise --parallel.tp=3 --parallel.cp=5", "--parallel.ep=7"]
+    "overrides",
+    [
+        "--precision.format=fp8_rowwise --parallel.tp=3 --parallel.cp=5",
+        "--parallel.ep=7",
+        "--precision.format=fp8_rowwise --parallel.tp=3 --parallel.cp=5 --parallel.ep=7 --model.num_layers=1000",
+    ],
 )
 def test_a_search_takes_less_than_a_second(overrides: str) -> None:
     recipe = load_recipe(QWEN3, overrides.split())

@@ -14,8 +14,7 @@ MEASURED = Simulation(
     [
         [Run(0, Action("forward", 0, 0), 0, 10), Run(0, Action("backward", 0, 0), 70, 100)],
         [Run(1, Action("forward", 1, 0), 20, 40), Run(1, Action("backward", 1, 0), 40, 60)],
-    ],
-    [1, 1],
+    ]
 )
 
 
@@ -48,7 +47,7 @@ def test_lanes_of_a_v_have_both_stages_of_a_rank() -> None:
 
 def test_lanes_of_pairs_are_one_above_the_other() -> None:
     pair = Pair(Action("forward", 0, 4), Action("backward", 3, 2))
-    lanes = Simulation([[Run(0, Action("forward", 3, 1), 0, 10), Run(0, pair, 10, 30)], []], [1, 0, 0, 1])
+    lanes = Simulation([[Run(0, Action("forward", 3, 1), 0, 10), Run(0, pair, 10, 30)], []])
     found = boxes(draw_lanes({"pairs": lanes}))
     forward, backward = (
         found[f"{name}, 20 ms"] for name in ("forward of stage 0, microbatch 4", "backward of stage 3, microbatch 2")

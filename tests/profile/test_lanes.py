@@ -120,7 +120,7 @@ def test_lanes_with_mean_times_of_pairs() -> None:
     for action, time in [*actions, (backward[2], 2.0)]:
         runs.append(Run(0, action, now, now + time))
         now += time + 1
-    schedule = with_mean_times(Simulation([runs], [2]))
+    schedule = with_mean_times(Simulation([runs]))
     assert [run.end - run.start for run in schedule.runs[0]] == [2, 4, 4, 2] and schedule.makespan == 12
 
 
@@ -185,7 +185,7 @@ def test_lanes_of_a_gpu_are_of_kernels(trace_events: ModuleType) -> None:
 
 def test_lanes_of_weight_gradients_wait_for_no_message() -> None:
     runs = [Run(0, Action("backward_input", 0, 0), 1, 2), Run(0, Action("backward_weight", 0, 0), 5, 6)]
-    lanes = Simulation([runs, [Run(1, Action("backward_input", 1, 0), 0, 1)]], [1, 1])
+    lanes = Simulation([runs, [Run(1, Action("backward_input", 1, 0), 0, 1)]])
     assert shares_of(lanes, 0) == pytest.approx((2 / 6, 0, 1 / 6, 3 / 6))
 
 
@@ -217,7 +217,7 @@ def test_lanes_with_mean_times_have_the_bubble_of_the_schedule() -> None:
             lanes[-1].append(Run(rank, Action(kind, stage, next(numbers[kind])), now, now + time))
             now += time + 10
     lanes[1] += [Run(1, Action("backward", 1, number), now + number, now + number + 1) for number in range(2)]
-    schedule = with_mean_times(Simulation(lanes, [2, 2]))
+    schedule = with_mean_times(Simulation(lanes))
     assert [(run.start, run.end) for run in schedule.runs[0]] == [(0, 3), (3, 6), (10, 13), (13, 16)]
     assert [(run.start, run.end) for run in schedule.runs[1]] == [(3, 6), (6, 9), (9, 10), (10, 11)]
 
@@ -228,7 +228,7 @@ def test_lanes_with_mean_times_of_split_backwards() -> None:
     for kind, microbatch, time in [*actions, ("backward_weight", 0, 1.0)]:
         runs.append(Run(0, Action(kind, 0, microbatch), now, now + time))
         now += time
-    schedule = with_mean_times(Simulation([runs], [2]))
+    schedule = with_mean_times(Simulation([runs]))
     assert [run.end - run.start for run in schedule.runs[0]] == [2, 2, 3, 4, 1]
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import NamedTuple
 
 from titan_moe.config.formats import FORMAT_FACTS, Format
@@ -35,26 +36,35 @@ class GemmModule(NamedTuple):
         return f"layers.*.{self.path}"
 
 
-def gemm_modules(model: ModelConfig, parallel: ParallelConfig = ALONE) -> list[GemmModule]:
+@lru_cache(maxsize=64)
+def gemm_modules(model: ModelConfig, parallel: ParallelConfig = ALONE) -> tuple[GemmModule, ...]:
     """List the modules of all layers. The blocks of a `model.class` of one's own may lack some."""
     rows = [(row.path, row.part, row.widths, row) for row in modules_of(model, parallel) if row.part]
-    return [GemmModule(layer, *row) for layer in range(model.num_layers) for row in rows if row[-1].is_in(layer)]
+    return tuple(GemmModule(layer, *row) for layer in range(model.num_layers) for row in rows if row[-1].is_in(layer))
 
 
 def why_kept(recipe: Recipe, module: GemmModule) -> str:
     """Why a module has no format, by the recipe or by its widths; empty if it has that of its part."""
+    by_name = _why_kept_by_name(recipe, module.layer, module.path)
+    return by_name or _why_kept_by_width(recipe, module.part, module.widths, widths_of_a_rank(recipe, module))
+
+
+def _why_kept_by_name(recipe: Recipe, layer: int, path: str) -> str:
     p = recipe.precision
-    if module.layer < p.num_layers_at_start_in_compute:
+    if layer < p.num_layers_at_start_in_compute:
         return f"num_layers_at_start_in_compute = {p.num_layers_at_start_in_compute}"
-    if module.layer >= recipe.model.num_layers - p.num_layers_at_end_in_compute:
+    if layer >= recipe.model.num_layers - p.num_layers_at_end_in_compute:
         return f"num_layers_at_end_in_compute = {p.num_layers_at_end_in_compute}"
-    if pattern := matches(p.modules_in_compute, module.name):
-        return f'modules_in_compute: "{pattern}"'
-    step = multiple_of(p, p.format_of(module.part))
-    for width, own in zip(module.widths, widths_of_a_rank(recipe, module), strict=True):
+    pattern = matches(p.modules_in_compute, f"layers.{layer}.{path}")
+    return f'modules_in_compute: "{pattern}"' if pattern else ""
+
+
+def _why_kept_by_width(recipe: Recipe, part: Part, widths: tuple[int, int], own_widths: tuple[int, int]) -> str:
+    step = multiple_of(recipe.precision, recipe.precision.format_of(part))
+    for width, own in zip(widths, own_widths, strict=True):
         if own % step:
-            part = f", of which a rank has {own}," if own != width else ""
-            return f"width {width}{part} is no multiple of {step}"
+            of_it = f", of which a rank has {own}," if own != width else ""
+            return f"width {width}{of_it} is no multiple of {step}"
     return ""
 
 
@@ -80,8 +90,14 @@ def _experts_by_format(recipe: Recipe) -> Counter[Format]:
     chosen = recipe.precision.format_of("experts")
     if chosen == "compute":
         return Counter({chosen: recipe.model.num_moe_layers})
-    modules = [module for module in gemm_modules(recipe.model) if module.part == "experts"]
-    return Counter("compute" if why_kept(recipe, module) else chosen for module in modules)
+    formats = Counter[Format]()
+    for row in modules_of(recipe.model, recipe.parallel):
+        if row.part == "experts" and row.layers is not None:
+            is_narrow = _why_kept_by_width(recipe, row.part, row.widths, row.own_widths)
+            has_format = (not (is_narrow or _why_kept_by_name(recipe, layer, row.path)) for layer in row.layers)
+            formats[chosen] += (number := sum(has_format))
+            formats["compute"] += row.number - number
+    return +formats  # without those that no layer has
 
 
 def has_native_experts(recipe: Recipe) -> bool:

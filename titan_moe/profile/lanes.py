@@ -13,7 +13,7 @@ from statistics import mean
 from typing import NamedTuple, get_args
 
 from titan_moe.plan.pipeline.action import Action, Entry, Kind, Pair, halves
-from titan_moe.plan.pipeline.simulation import Run, Simulation, Times, max_in_flight, simulate
+from titan_moe.plan.pipeline.simulation import Run, Simulation, Times, simulate
 from titan_moe.profile.attribution import PYTORCH_RANGES, HostEvent
 from titan_moe.profile.region import ACTION_PREFIX, ACTIONS_OF_A_PAIR
 from titan_moe.profile.span import Span
@@ -55,7 +55,7 @@ def read_lanes(timelines: Sequence[Timeline], *, clocks_agree: bool) -> Simulati
         [run._replace(start=(run.start - first_us) / 1e3, end=(run.end - first_us) / 1e3) for run in lane]
         for lane in lanes
     ]
-    return Simulation(in_ms, max_in_flight(_actions(in_ms)))
+    return Simulation(in_ms)
 
 
 def shares_of(lanes: Simulation, rank: int) -> Shares:

@@ -51,6 +51,7 @@ def test_stages_of_a_published_model_are_balanced_with_the_head() -> None:
     layer, head = (flops_of_module(recipe, name).total for name in ("layers.0", "head"))
     assert 3 < head / layer < 5
     by_stage = sizes(stages_of(recipe))
+    assert stages_of(recipe) is stages_of(replace(recipe, memory=recipe.memory)), "divided once for a report"
     assert sum(by_stage) == 48 and by_stage[-1] == min(by_stage)
     assert max(by_stage) == -(-(48 + round(head / layer)) // 4)
     slowest = max(flops_of_stage(recipe, stage).total for stage in stages_of(recipe))

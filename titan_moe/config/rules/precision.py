@@ -1,6 +1,7 @@
 """Rules of low-precision formats: supported combinations, and options that would have no effect."""
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from titan_moe.config.arena import experts_of
@@ -10,7 +11,6 @@ from titan_moe.config.gemms import (
     expert_formats,
     gemm_modules,
     has_native_experts,
-    matches,
     multiple_of,
     why_kept,
 )
@@ -152,9 +152,10 @@ def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
 @rule("a misspelt pattern would have no effect", "precision.modules_in_compute")
 def patterns_fit_modules(recipe: Recipe, world_size: int) -> Iterator[str]:
     patterns = recipe.precision.modules_in_compute
-    modules = gemm_modules(recipe.model) if patterns else []
+    modules = gemm_modules(recipe.model) if patterns else ()
+    names = [module.name for module in modules]
     for pattern in patterns:
-        if not any(matches((pattern,), module.name) for module in modules):
+        if not fnmatch.filter(names, pattern):
             paths = dict.fromkeys(module.path for module in modules)
             yield (
                 f"precision.modules_in_compute = [{in_toml(pattern)}] matches no module; the modules are layers.0 to "
@@ -189,7 +190,7 @@ def some_modules_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f'precision.{field} = "{getattr(p, field)}" is the format of no module: {reasons}'
 
 
-def _without_patterns_of_the_gate(p: PrecisionConfig, modules: list[GemmModule]) -> PrecisionConfig:
+def _without_patterns_of_the_gate(p: PrecisionConfig, modules: Iterable[GemmModule]) -> PrecisionConfig:
     """The formats that were asked for: a run in which all of them are slower can be resumed."""
     if p.only_where_faster:
         return p

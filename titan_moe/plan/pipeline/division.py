@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from typing import NamedTuple
 class _Best(NamedTuple):
     """The best division of the layers so far; the smallest is the best."""
 
-    cost: float = math.inf
+    cost: float  # the sum of squares
     num_layers_at_ends: int = 0  # of the first and the last stage
     sizes: tuple[int, ...] = ()
 
@@ -27,41 +26,52 @@ def divide(times: Sequence[float], num_stages: int, time_of_head: float = 0) -> 
     """
     if not 1 <= num_stages <= len(times):
         raise ValueError(f"{len(times)} layers cannot be divided into {num_stages} stages of 1 layer or more")
-    return _sizes(tuple(times), num_stages, time_of_head)
+    return _most_equal(times, num_stages, time_of_head, _time_of_slowest(times, num_stages, time_of_head))
 
 
-@lru_cache(maxsize=16)  # a report asks for the division of its model many times
-def _sizes(times: tuple[float, ...], num_stages: int, time_of_head: float) -> tuple[int, ...]:
-    slowest = _best(times, num_stages, time_of_head, math.inf)
-    return _best(times, num_stages, time_of_head, slowest.cost).sizes
-
-
-def _best(times: Sequence[float], num_stages: int, time_of_head: float, limit: float) -> _Best:
-    """The division with the fastest slowest stage, or, given that as limit, with the most equal times."""
+def _time_of_slowest(times: Sequence[float], num_stages: int, time_of_head: float) -> float:
+    """The time of the slowest stage, as short as a division can make it."""
     ends = [0.0, *accumulate(times)]
-    num_layers = len(times)
+
+    def slowest(limit: float) -> float:
+        """With stages that are filled up to a limit, from the last to the first; infinite if these are too many."""
+        most, num_found, end, rest = 0.0, 0, len(times), time_of_head
+        while end > 0:
+            start = end - 1
+            while start > 0 and ends[end] - ends[start - 1] + rest <= limit:
+                start -= 1
+            most, num_found = max(most, ends[end] - ends[start] + rest), num_found + 1
+            end, rest = start, 0
+        return most if most <= limit and num_found <= num_stages else math.inf
+
+    low, high = 0.0, slowest(math.inf)
+    while low < (middle := (low + high) / 2) < high:
+        found = slowest(middle)
+        low, high = (middle, high) if found == math.inf else (low, found)
+    return high
+
+
+def _most_equal(times: Sequence[float], num_stages: int, time_of_head: float, limit: float) -> tuple[int, ...]:
+    """The division with the most equal times of those without a slower stage."""
+    ends, num_layers = [0.0, *accumulate(times)], len(times)
     best = {0: _Best(0.0)}
     """By number of layers in the stages so far."""
     for stage in range(num_stages):
         is_last, is_end = stage == num_stages - 1, stage in (0, num_stages - 1)
-        later = num_stages - 1 - stage
         found: dict[int, _Best] = {}
-        for end in [num_layers] if is_last else range(stage + 1, num_layers - later + 1):
+        for end in [num_layers] if is_last else range(stage + 1, num_layers - (num_stages - 1 - stage) + 1):
             candidates: list[_Best] = []
-            fastest = limit
-            for start, before in reversed(best.items()):
+            for start in range(end - 1, stage - 1, -1):
                 time = ends[end] - ends[start] + (time_of_head if is_last else 0)
-                if time > fastest:  # stages with more layers take longer
+                if time > limit:  # stages with more layers take longer
                     break
-                if start < end:
-                    cost = max(before.cost, time) if limit == math.inf else before.cost + time**2
+                if before := best.get(start):
                     at_ends = before.num_layers_at_ends + is_end * (end - start)
-                    candidates.append(_Best(cost, at_ends, (*before.sizes, end - start)))
-                    fastest = min(fastest, cost) if limit == math.inf else limit
+                    candidates.append(_Best(before.cost + time**2, at_ends, (*before.sizes, end - start)))
             if candidates:
                 found[end] = min(candidates)
         best = found
-    return best[num_layers]
+    return best[num_layers].sizes
 
 
 def even_out_ranks(
@@ -85,8 +95,9 @@ def even_out_ranks(
 
     best = unevenness(sizes), tuple(sizes)
     while True:
-        moved = (_move_layer(best[1], source, to) for source, to in permutations(range(len(sizes)), 2))
-        candidate = min(((unevenness(other), other) for other in moved if min(other) > 0), default=best)
+        two = (pair for pair in permutations(range(len(sizes)), 2) if best[1][pair[0]] > 1)
+        moved = (_move_layer(best[1], source, to) for source, to in two)
+        candidate = min(((unevenness(other), other) for other in moved), default=best)
         if candidate[0] >= best[0]:
             return best[1]
         best = candidate

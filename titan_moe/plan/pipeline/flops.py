@@ -30,11 +30,12 @@ class Flops(NamedTuple):
 
 def flops_of_module(recipe: Recipe, name: str) -> Flops:
     """The FLOPs of a module that stages have: "embed", "layers.0", "norm", "head"."""
-    return _flops(recipe.model, recipe.train.seq_len_tokens, name)
+    return flops_of(recipe.model, recipe.train.seq_len_tokens, name)
 
 
-@lru_cache(maxsize=1024)  # a report asks for them many times
-def _flops(model: ModelConfig, seq_len_tokens: int, name: str) -> Flops:
+@lru_cache(maxsize=2048)  # a report asks for them many times
+def flops_of(model: ModelConfig, seq_len_tokens: int, name: str) -> Flops:
+    """The same, of a model alone."""
     layers = [int(name.removeprefix("layers."))] if name.startswith("layers.") else []
     core = attention_core_flops_per_token(model, seq_len_tokens, layers) // 3
     rows = [row for row in modules_of(model) if row.path == name or any(map(row.is_in, layers))]

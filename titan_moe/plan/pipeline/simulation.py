@@ -1,7 +1,9 @@
 """The time that a pipeline's schedule takes, from its lists of actions and the times of its stages."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from titan_moe.plan.pipeline.action import KEPT_SENDS, Action, Entry, Pair, flat, halves
@@ -51,8 +53,15 @@ class Simulation:
     """What happens when each rank runs its list."""
 
     runs: list[list[Run]]  # by rank, in order; messages too
-    max_in_flight: list[int]
-    """By stage, the most microbatches whose activations it keeps, from a forward to the end of its backward."""
+
+    @cached_property
+    def max_in_flight(self) -> list[int]:
+        """By stage, the most microbatches whose activations it keeps, from a forward to the end of its backward."""
+        held, most = Counter[int](), Counter[int]()
+        for action in flat(run.action for runs in self.runs for run in runs):
+            held[action.stage] += (action.kind == "forward") - action.frees
+            most[action.stage] = max(most[action.stage], held[action.stage])
+        return [most[stage] for stage in range(1 + max(most, default=-1))]
 
     @property
     def makespan(self) -> float:
@@ -95,7 +104,7 @@ def simulate(actions: Sequence[Sequence[Entry]], times: Times) -> Simulation:
     waiting = {rank: of_rank[len(runs[rank])] for rank, of_rank in enumerate(actions) if len(runs[rank]) < len(of_rank)}
     if waiting:
         raise ValueError(f"pipeline ranks wait for each other; by rank: {waiting}")
-    return Simulation(runs, max_in_flight(actions))
+    return Simulation(runs)
 
 
 def _needs(action: Action, listed: Collection[Action], last_stage: int) -> list[Action]:
@@ -115,16 +124,6 @@ def _needs(action: Action, listed: Collection[Action], last_stage: int) -> list[
 def _first(choices: Sequence[Action], listed: Collection[Action]) -> list[Action]:
     """The first that is in the lists; one that is in none is waited for in vain."""
     return [next((choice for choice in choices if choice in listed), choices[0])]
-
-
-def max_in_flight(actions: Sequence[Sequence[Entry]]) -> list[int]:
-    """By stage, the most microbatches whose activations it keeps, from a forward to the end of its backward."""
-    stages = {action.stage for of_rank in actions for action in flat(of_rank)}
-    most = [0] * (1 + max(stages, default=-1))
-    for of_rank in actions:
-        for stage in {action.stage for action in flat(of_rank)}:
-            most[stage] = round(max_held(of_rank, {stage: 1.0}))
-    return most
 
 
 def max_held(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:

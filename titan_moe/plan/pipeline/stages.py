@@ -1,14 +1,15 @@
 """The stages of a pipeline: which modules each has, and on which rank it is."""
 
-from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_layout import parse_layout
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.pipeline.division import divide, even_out_ranks
-from titan_moe.plan.pipeline.flops import flops_of_module
+from titan_moe.plan.pipeline.flops import flops_of
 
 PARTS_OF_A_LAYER = 16
 """Of the shortest one: to these, times are rounded when layers are divided."""
@@ -20,27 +21,25 @@ def stages_of(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
 
     Raises: ValueError for a layout that does not fit, and for more stages than layers without one.
     """
-    num_layers, p = recipe.model.num_layers, recipe.parallel
-    num_stages = p.pp * p.vpp
+    p = recipe.parallel
     if p.pp_layout:
-        return parse_layout(p.pp_layout, num_layers, num_stages)
-    layers = [f"layers.{layer}" for layer in range(num_layers)]
-    times, (of_head,) = _rounded_times(recipe, layers), _rounded_times(recipe, ["head"])
-    sizes = divide(times, num_stages, of_head)
-    if p.vpp > 1:
-        ranks = [rank_of_stage(stage, p.pp, p.pp_schedule) for stage in range(num_stages)]
+        return parse_layout(p.pp_layout, recipe.model.num_layers, p.pp * p.vpp)
+    return _divided(recipe.model, recipe.train.seq_len_tokens, p.pp, p.vpp, p.pp_schedule)
+
+
+@lru_cache(maxsize=16)  # a report asks for the stages of each rank many times
+def _divided(model: ModelConfig, seq_len_tokens: int, pp: int, vpp: int, schedule: str) -> tuple[tuple[str, ...], ...]:
+    layers = [f"layers.{layer}" for layer in range(model.num_layers)]
+    flops = [flops_of(model, seq_len_tokens, name).total for name in (*layers, "head")]
+    *times, of_head = (round(total / min(flops[:-1]) * PARTS_OF_A_LAYER) for total in flops)
+    sizes = divide(times, pp * vpp, of_head)
+    if vpp > 1:
+        ranks = [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)]
         sizes = even_out_ranks(sizes, times, of_head, ranks)
-    ends = accumulate(sizes)
-    stages = [layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    stages = [layers[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     stages[0].insert(0, "embed")
     stages[-1] += ["norm", "head"]
     return tuple(tuple(stage) for stage in stages)
-
-
-def _rounded_times(recipe: Recipe, names: Sequence[str]) -> list[int]:
-    """FLOPs of modules in parts of a layer's: fine differences of FLOPs say nothing of times."""
-    shortest = min(flops_of_module(recipe, f"layers.{layer}").total for layer in range(recipe.model.num_layers))
-    return [round(flops_of_module(recipe, name).total / shortest * PARTS_OF_A_LAYER) for name in names]
 
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
