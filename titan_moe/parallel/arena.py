@@ -9,7 +9,6 @@ from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.layers.moe import MoE
 from titan_moe.memory.recompute import RECOMPUTED
 from titan_moe.parallel.fsdp import DTYPES
-from titan_moe.plan.pipeline.stages import stages_of_rank
 from titan_moe.plan.resolved import Resolved
 
 
@@ -46,8 +45,8 @@ def give_arena(
         if max(counts) > 1 or sum(counts) < len(layers):
             return
     ((width, hidden),) = shapes
-    stages = stages_of_rank(pipeline_rank, recipe.parallel)
-    of_stages = {stage: count_moe_layers(part) for stage, part in zip(stages, parts, strict=True)}
+    stages = zip(resolved.stages_of_rank(pipeline_rank), parts, strict=True)
+    of_stages = {stage: count_moe_layers(part) for stage, part in stages}
     slabs = resolved.slabs(pipeline_rank, of_stages)
     arena = Arena(
         width,

@@ -21,7 +21,7 @@ from titan_moe.plan.pipeline.action import Entry
 from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.slabs import ArenaSlabs, arena_slabs
-from titan_moe.plan.pipeline.stages import stages_of
+from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of
 from titan_moe.plan.pipeline.weight_grads import splits_backward
 
 
@@ -125,6 +125,16 @@ class Resolved:
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """The names of the modules of each stage of the pipeline."""
         return stages_of(self.recipe)
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The pipeline rank of each stage."""
+        p = self.recipe.parallel
+        return [rank_of_stage(stage, p.pp, p.pp_schedule) for stage in range(p.pp * p.vpp)]
+
+    def stages_of_rank(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank, in the order of the model."""
+        return [stage for stage, of_stage in enumerate(self.ranks) if of_stage == rank]
 
     @cached_property
     def entries(self) -> list[list[Entry]]:

@@ -76,7 +76,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
-    tied = find_tied_embedding(parts, recipe.parallel, meshes, is_tied=is_tied)
+    tied = find_tied_embedding(parts, resolved, meshes, is_tied=is_tied)
     spikes = [Spikes(recipe.train.spike_sigmas, device)] if recipe.train.spike_sigmas else []
     step = TrainStep(
         forward_backward=build_forward_backward(parts, resolved, meshes, tied, queue, capacity=capacity),

@@ -39,7 +39,6 @@ from titan_moe.parallel.pipeline.stages import TiedEmbedding, parts_by_stage
 from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
 from titan_moe.plan.pipeline.schedules import entries_of
-from titan_moe.plan.pipeline.stages import rank_of_stage
 from titan_moe.plan.resolved import Resolved
 from titan_moe.profile.region import action_region
 
@@ -65,8 +64,8 @@ class Pipeline:
         recipe = resolved.recipe
         p = self.config = recipe.parallel
         self.rank, self.group = meshes.dense.get_local_rank("pp"), meshes.pipeline_group
-        self.stages = parts_by_stage(parts, p, meshes)
-        self.last_stage = p.pp * p.vpp - 1
+        self.stages, self.ranks = parts_by_stage(parts, resolved, meshes), resolved.ranks
+        self.last_stage = len(self.ranks) - 1
         self.tied, self.queue, self.capacity = tied, queue, capacity
         self.runs_in_pieces = p.overlap == "microbatch"
         self.reduces_at_the_end = queue is not None
@@ -86,10 +85,6 @@ class Pipeline:
         if self.tied is not None:
             self.tied.sum_gradients()
         return torch.stack(run.losses).sum() if run.losses else scale.new_zeros(())
-
-    def rank_of(self, stage: int) -> int:
-        """The rank of a stage in the pipeline's group."""
-        return rank_of_stage(stage, self.config.pp, self.config.pp_schedule)
 
 
 class StepRun:
@@ -146,7 +141,7 @@ class StepRun:
 
     def _run(self, action: Action) -> None:
         kind, stage, microbatch = action
-        key, rank_of = (stage, microbatch), self.pipeline.rank_of
+        key, ranks = (stage, microbatch), self.pipeline.ranks
         match kind:
             case "forward":
                 for _ in self._forward(stage, microbatch):
@@ -161,13 +156,13 @@ class StepRun:
             case "backward_weight":
                 self.weight_grads.pop(key).compute()
             case "send_activation":
-                self.messages.send(self.outputs.pop(key), rank_of(stage + 1))
+                self.messages.send(self.outputs.pop(key), ranks[stage + 1])
             case "receive_activation":
-                self.inputs[key] = self._receive(key, rank_of(stage - 1))
+                self.inputs[key] = self._receive(key, ranks[stage - 1])
             case "send_gradient":
-                self.messages.send(self.input_grads.pop(key), rank_of(stage - 1))
+                self.messages.send(self.input_grads.pop(key), ranks[stage - 1])
             case "receive_gradient":
-                self.output_grads[key] = self._receive(key, rank_of(stage + 1))
+                self.output_grads[key] = self._receive(key, ranks[stage + 1])
 
     def _receive(self, key: InFlight, rank: int) -> Received:
         received = self.messages.receive(rank)

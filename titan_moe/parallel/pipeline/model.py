@@ -13,7 +13,6 @@ from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import activations_like, check_activation
 from titan_moe.parallel.pipeline.stages import parts_by_stage
-from titan_moe.plan.pipeline.stages import rank_of_stage
 from titan_moe.plan.resolved import Resolved
 
 
@@ -36,8 +35,8 @@ class PipelinedModel:
         recipe = resolved.recipe
         p = self.config = recipe.parallel
         self.group, self.rank = meshes.pipeline_group, meshes.dense.get_local_rank("pp")
-        self.stages = parts_by_stage(parts, p, meshes)
-        self.ranks = [rank_of_stage(stage, p.pp, p.pp_schedule) for stage in range(p.pp * p.vpp)]
+        self.stages = parts_by_stage(parts, resolved, meshes)
+        self.ranks = resolved.ranks
         self.hidden_size, self.vocab_size = recipe.model.hidden_size, recipe.model.vocab_size
         self.dtype = DTYPES[recipe.precision.compute]
         shard, context = sequence_shard(p, meshes.context_rank), meshes.dense["cp"].get_group()

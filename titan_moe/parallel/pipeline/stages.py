@@ -5,12 +5,10 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_moe.config import RecipeError
-from titan_moe.config.parallel import ParallelConfig
 from titan_moe.models.part import part_of, tied_weight
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.interface import check_interface
 from titan_moe.parameters import local
-from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of_rank
 from titan_moe.plan.resolved import Resolved
 
 
@@ -22,7 +20,7 @@ def split(model: nn.Module, resolved: Resolved, meshes: Meshes) -> list[nn.Modul
     if resolved.sizes.pp == 1:
         return [model]
     recipe, stages = resolved.recipe, resolved.stages
-    numbers = stages_of_rank(meshes.dense.get_local_rank("pp"), recipe.parallel)
+    numbers = resolved.stages_of_rank(meshes.dense.get_local_rank("pp"))
     try:
         check_interface(
             model, stages, recipe.model, recipe.train.seq_len_tokens, has_documents=recipe.data.document_attention
@@ -35,9 +33,9 @@ def split(model: nn.Module, resolved: Resolved, meshes: Meshes) -> list[nn.Modul
         raise RecipeError([f"{problem}: {error}"]) from error
 
 
-def parts_by_stage(parts: list[nn.Module], p: ParallelConfig, meshes: Meshes) -> dict[int, nn.Module]:
+def parts_by_stage(parts: list[nn.Module], resolved: Resolved, meshes: Meshes) -> dict[int, nn.Module]:
     """This rank's parts by the numbers of their stages, in the order of the model."""
-    return dict(zip(stages_of_rank(meshes.dense.get_local_rank("pp"), p), parts, strict=True))
+    return dict(zip(resolved.stages_of_rank(meshes.dense.get_local_rank("pp")), parts, strict=True))
 
 
 class TiedEmbedding:
@@ -64,16 +62,15 @@ class TiedEmbedding:
 
 
 def find_tied_embedding(
-    parts: list[nn.Module], p: ParallelConfig, meshes: Meshes, *, is_tied: bool
+    parts: list[nn.Module], resolved: Resolved, meshes: Meshes, *, is_tied: bool
 ) -> TiedEmbedding | None:
     """The tied embedding of a pipeline, once its parts have their final parameters; None if this rank has none of it,
     or the whole model's embeddings are not tied (`is_tied`). Collective."""
-    if p.pp == 1 or not is_tied:
+    if resolved.sizes.pp == 1 or not is_tied:
         return None
-    last_stage = p.pp * p.vpp - 1
-    ends = [rank_of_stage(stage, p.pp, p.pp_schedule) for stage in (0, last_stage)]
-    by_stage = parts_by_stage(parts, p, meshes)
-    first, last = (tied_weight(by_stage[stage]) if stage in by_stage else None for stage in (0, last_stage))
+    by_stage, ranks = parts_by_stage(parts, resolved, meshes), resolved.ranks
+    first, last = (tied_weight(by_stage[stage]) if stage in by_stage else None for stage in (0, len(ranks) - 1))
+    ends = ranks[0], ranks[-1]
     group = None
     if ends[0] != ends[1]:  # every rank takes part in the making of every group
         by_end = meshes.dense.mesh.flatten(1)[sorted(ends)]

@@ -11,7 +11,6 @@ from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline.action import Entry, Pair, flat
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.simulation import Simulation, Times, simulate
-from titan_moe.plan.pipeline.stages import stages_of_rank
 from titan_moe.plan.pipeline.weight_grads import describe_weight_grads, split_flops
 from titan_moe.plan.resolved import Resolved
 
@@ -44,7 +43,7 @@ def describe_pipeline(resolved: Resolved, capacity_factor: float) -> Iterator[st
     yield from describe_weight_grads(resolved.recipe)
     yield from _better_schedules(resolved, bubble)
     for rank, part in enumerate(resolved.parts):
-        held = " + ".join(name_modules(stages[stage]) for stage in stages_of_rank(rank, p))
+        held = " + ".join(name_modules(stages[stage]) for stage in resolved.stages_of_rank(rank))
         memory = f"{state_bytes(part) / 2**30:.3g} GiB"
         if resolved.recipe.run.device != "cpu":
             peak = peak_bytes(part, capacity_factor, resolved.experts) + resolved.shared_bytes
