@@ -31,7 +31,7 @@ from titan_moe.layers.attention import attention_backend
 from titan_moe.layers.forced_routing import ForcedBalance, ForcedTable
 from titan_moe.run.process import process_group
 from titan_moe.training.build import assemble
-from titan_moe.training.resolve_kernels import resolve_auto
+from titan_moe.training.resolve_auto import resolve_auto
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ from titan_moe.parallel.mesh import Meshes
 from titan_moe.run.process import process_group
 from titan_moe.training.build import Assembly, assemble
 from titan_moe.training.progress import Progress
-from titan_moe.training.resolve_kernels import resolve_auto
+from titan_moe.training.resolve_auto import resolve_auto
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from unittest import mock
 
 from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.plan.resolved import Resolved
-from titan_moe.training import build, resolve_kernels
+from titan_moe.training import build, resolve_auto
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def always_used() -> Iterator[None]:
         return ReplicaSlots(resolved.num_clones, are_used=True)
 
     with (
-        mock.patch.object(resolve_kernels, "resolve_clones", lambda recipe, world_size: recipe),
+        mock.patch.object(resolve_auto, "resolve_clones", lambda recipe, world_size: recipe),
         mock.patch.object(build, "replica_slots", replica_slots),
         mock.patch.object(build, "CloneControl", lambda pays_from: None),
     ):

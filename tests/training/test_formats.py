@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titan_moe.config import RecipeError, load_recipe
-from titan_moe.training import resolve_formats
+from titan_moe.training import resolve_auto
 
 EMULATED = ("--precision.backend=emulated",)
 ROWWISE = ("--precision.linears=fp8_rowwise", *EMULATED)
@@ -95,18 +95,18 @@ def test_formats_are_logged_and_recorded(tiny: Callable, caplog: pytest.LogCaptu
 
 
 def test_formats_of_a_gpu_are_resolved_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(resolve_formats.torch.cuda, "get_device_name", lambda *_: "NVIDIA X1")
-    monkeypatch.setattr(resolve_formats.torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(resolve_formats, "run_on_rank_zero", lambda choose: choose())
+    monkeypatch.setattr(resolve_auto.torch.cuda, "get_device_name", lambda *_: "NVIDIA X1")
+    monkeypatch.setattr(resolve_auto.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(resolve_auto, "run_on_rank_zero", lambda choose: choose())
 
     recipe = load_recipe(__file__.replace("test_formats.py", "tiny.toml"), ["--precision.linears=fp8_rowwise"])
     with caplog.at_level(logging.INFO, "titan_moe"):
-        p = resolve_formats.resolve_formats(recipe, torch.device("cuda")).precision
+        p = resolve_auto.resolve_formats(recipe, torch.device("cuda")).precision
     assert (p.backend, p.only_where_faster) == ("native", False)
     slower = ("attention.qkv", "attention.out", "feed_forward.gate_up", "feed_forward.down")
     assert p.modules_in_compute == tuple(f"layers.*.{path}" for path in slower)
     assert "formats on NVIDIA X1: native: " in caplog.text and "fp8_rowwise is slower below" in caplog.text
     with pytest.raises(RecipeError, match='take precision.backend = "emulated"'):
-        resolve_formats.resolve_formats(recipe, torch.device("cpu"))
+        resolve_auto.resolve_formats(recipe, torch.device("cpu"))
     plain = load_recipe(__file__.replace("test_formats.py", "tiny.toml"))
-    assert resolve_formats.resolve_formats(plain, torch.device("cpu")) is plain
+    assert resolve_auto.resolve_formats(plain, torch.device("cpu")) is plain

@@ -64,7 +64,7 @@ class Resolved:
     def formats(self) -> dict[str, GemmFormats]:
         """The formats of the GEMMs of each module that has any, by name, `layers.0.feed_forward.experts` among them.
 
-        The gate for speed is not asked: training/resolve_formats.py has written its answer into the recipe.
+        The gate for speed is not asked: training/resolve_auto.py has written its answer into the recipe.
         """
         choices = choose_formats(self.recipe)
         return {choice.module.name: choice.formats for choice in choices if choice.formats != IN_COMPUTE}

@@ -37,7 +37,7 @@ from titan_moe.training.messages import describe_divergence, log_end, log_start
 from titan_moe.training.model_class import check_loss
 from titan_moe.training.progress import Progress
 from titan_moe.training.read_ahead import ReadAhead, UnreadableDataError
-from titan_moe.training.resolve_kernels import resolve_auto
+from titan_moe.training.resolve_auto import resolve_auto
 from titan_moe.training.run_folder import command_to_go_on, open_run_folder
 from titan_moe.training.sample import sample
 from titan_moe.training.writable import writable_folders

@@ -11,7 +11,7 @@ from titan_moe.config import load_recipe
 from titan_moe.config.kernels import PRESETS
 from titan_moe.config.perf import PerfConfig
 from titan_moe.plan.choice.hardware import Capability
-from titan_moe.training import resolve_kernels
+from titan_moe.training import resolve_auto
 
 TINY = Path(__file__).with_name("tiny.toml")
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -28,20 +28,20 @@ def test_auto_kernels_on_a_cpu_are_logged_and_recorded(tiny, caplog: pytest.LogC
 def test_auto_kernels_keep_a_named_preset(caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(TINY, ["--perf.kernels=reference"])
     with caplog.at_level(logging.INFO, "titan_moe"):
-        assert resolve_kernels.resolve_kernels(recipe, torch.device("cpu")) is recipe
+        assert resolve_auto.resolve_kernels(recipe, torch.device("cpu")) is recipe
     assert caplog.text == ""
 
 
 def test_auto_kernels_of_an_unknown_gpu_use_its_compute_capability(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(resolve_kernels.torch.cuda, "get_device_name", lambda *_: "NVIDIA X1")
-    monkeypatch.setattr(resolve_kernels.torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(resolve_kernels.dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(resolve_kernels, "run_on_rank_zero", lambda choose: choose())
+    monkeypatch.setattr(resolve_auto.torch.cuda, "get_device_name", lambda *_: "NVIDIA X1")
+    monkeypatch.setattr(resolve_auto.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(resolve_auto.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(resolve_auto, "run_on_rank_zero", lambda choose: choose())
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.ep=4"])
     with caplog.at_level(logging.INFO, "titan_moe"):
-        perf = resolve_kernels.resolve_kernels(recipe, torch.device("cuda")).perf
+        perf = resolve_auto.resolve_kernels(recipe, torch.device("cuda")).perf
     assert perf.kernels == "fused" and perf.chosen_kernels == PRESETS["fused"]
     assert caplog.messages == ['perf.kernels = "auto" on NVIDIA X1: "fused"']
 
@@ -53,9 +53,9 @@ def resolved_on_a_rank() -> PerfConfig:
         return (9, 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolve_kernels, "compute_capability", capability)
+        patch.setattr(resolve_auto, "compute_capability", capability)
         words = ["--run.device=auto", "--precision.compute=bf16"]
-        return resolve_kernels.resolve_kernels(load_recipe(TINY, words), torch.device("cpu")).perf
+        return resolve_auto.resolve_kernels(load_recipe(TINY, words), torch.device("cpu")).perf
 
 
 def test_auto_kernels_of_all_ranks_are_those_of_rank_0(ranks) -> None:
