@@ -1,6 +1,6 @@
 """What a model of one's own must be so that stages compute what the whole model does."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from copy import deepcopy
 
 import torch
@@ -9,20 +9,14 @@ from torch import Tensor, nn
 from titan_moe.config.model import ModelConfig
 from titan_moe.models.part import module_names, part_of
 from titan_moe.models.transformer import Transformer
+from titan_moe.plan.resolved import Resolved
 
 PROBE_TOKENS = 16
 """Of the sequence that shows what a model's own forward computes in stages."""
 
 
-def check_interface(
-    model: nn.Module,
-    stages: Collection[Collection[str]],
-    config: ModelConfig,
-    num_tokens: int,
-    *,
-    has_documents: bool,
-) -> None:
-    """Refuse a model that stages would compute otherwise than one rank does, with sequences of `num_tokens`.
+def check_interface(model: nn.Module, resolved: Resolved) -> None:
+    """Refuse a model that stages would compute otherwise than one rank does.
 
     Raises: ValueError if its blocks have no names, if it has modules or parameters that are in no stage, or if its
     forward does more than call its modules one after the other.
@@ -31,30 +25,29 @@ def check_interface(
         kind = type(layers).__name__
         raise ValueError(f"its layers are a {kind}; keep them in an nn.ModuleDict, each with its number as key")
     own = [name for name, _ in model.named_parameters(recurse=False)]
-    if others := set(module_names(model)).union(own).difference(*stages):
+    if others := set(module_names(model)).union(own).difference(*resolved.stages):
         known = "of a model's own modules stages have embed, layers, norm and head"
         raise ValueError(f"no stage has its {', '.join(sorted(others))}; {known}: move them into one of these")
     if type(model).forward is not Transformer.forward:
-        tokens_BN = torch.arange(min(num_tokens, PROBE_TOKENS)).unsqueeze(0)
-        rest = tokens_BN % config.vocab_size, torch.zeros_like(tokens_BN) if has_documents else None
-        _check_forward(_with_stand_ins(model, config), stages, tokens_BN, *rest)
+        _check_forward(_with_stand_ins(model, resolved.recipe.model), resolved)
 
 
 @torch.no_grad()
-def _check_forward(
-    model: nn.Module, stages: Collection[Collection[str]], tokens_BN: Tensor, *rest: Tensor | None
-) -> None:
+def _check_forward(model: nn.Module, resolved: Resolved) -> None:
     """Refuse a forward that computes otherwise in stages. One that needs more of its modules than stand-ins have cannot
     be judged.
 
     Raises: ValueError.
     """
+    recipe = resolved.recipe
+    tokens_BN = torch.arange(min(recipe.train.seq_len_tokens, PROBE_TOKENS)).unsqueeze(0)
+    rest = tokens_BN % recipe.model.vocab_size, torch.zeros_like(tokens_BN) if recipe.data.document_attention else None
     try:
         expected = model(tokens_BN, *rest)
     except Exception:
         return
     value = tokens_BN
-    for kept in stages:
+    for kept in resolved.stages:
         try:
             value = part_of(model, kept)(value, *rest)
         except Exception as error:

@@ -22,9 +22,7 @@ def split(model: nn.Module, resolved: Resolved, meshes: Meshes) -> list[nn.Modul
     recipe, stages = resolved.recipe, resolved.stages
     numbers = resolved.stages_of_rank(meshes.dense.get_local_rank("pp"))
     try:
-        check_interface(
-            model, stages, recipe.model, recipe.train.seq_len_tokens, has_documents=recipe.data.document_attention
-        )
+        check_interface(model, resolved)
         return [part_of(model, stages[number]) for number in numbers]
     except (ValueError, AttributeError) as error:
         problem = (

@@ -67,33 +67,28 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
 
 def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Iterable[str]]) -> Part:
     """The part of a pipeline rank with these stages."""
-    model, names = recipe.model, [name for stage in stages.values() for name in stage]
+    p, model, names = recipe.parallel, recipe.model, [name for stage in stages.values() for name in stage]
     layers, num_dense = _layers(names), model.num_layers - model.num_moe_layers
-    dense = sum(layer < num_dense for layer in layers)
-    number = few_microbatches(recipe, world_size)
-    sizes = {stage: float(len(_layers(names))) for stage, names in stages.items()}
+    sizes = {number: float(len(_layers(stage))) for number, stage in stages.items()}
+    moe_layers = {number: sum(layer >= num_dense for layer in _layers(stage)) for number, stage in stages.items()}
+    of_rank = replace(model, num_layers=len(layers), num_dense_layers=len(layers) - sum(moe_layers.values()))
     experts = (module for module in gemm_modules(model) if module.part == "experts")
     delays = splits_backward(recipe) and any(obstacle_of(recipe, module) is None for module in experts)
+    few = few_microbatches(recipe, world_size)
 
     def most(measure: Measure) -> float:
         """The most microbatches at once; one of a half of the rank's layers is a half."""
-        return measure_rank(measure, recipe.parallel, number, rank, sizes) / max(sum(sizes.values()), 1.0)
+        return measure_rank(measure, p, few, rank, sizes) / max(sum(sizes.values()), 1.0)
 
-    with_layers = {stage: 1.0 for stage, size in sizes.items() if size}
-    moe_layers = {stage: sum(layer >= num_dense for layer in _layers(names)) for stage, names in stages.items()}
     return Part(
-        replace(
-            recipe,
-            model=replace(model, num_layers=len(layers), num_dense_layers=dense),
-            precision=_precision_of(recipe, layers),
-        ),
+        replace(recipe, model=of_rank, precision=_precision_of(recipe, layers)),
         world_size,
         "embed" in names,
         "head" in names,
         num_in_flight=most(max_held),
         num_before_backward=most(max_before_backward),
         num_delayed=most(max_delayed) if delays else 0.0,
-        num_messages=round(measure_rank(max_messages, recipe.parallel, number, rank, with_layers)),
+        num_messages=round(measure_rank(max_messages, p, few, rank, {at: 1.0 for at, size in sizes.items() if size})),
         slabs=arena_slabs(recipe, rank, world_size, moe_layers),
         run=recipe,
     )
