@@ -3,26 +3,35 @@
 Transforms of a model take a `Resolved` or numbers from it, so that a run cannot derive other values than `check` shows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+from titan_moe.config import clones
+from titan_moe.config import recipe as of_recipe
 from titan_moe.config.arena import experts_of, has_arena
-from titan_moe.config.clones import clones_pay_from, num_clones
 from titan_moe.config.formats import GemmFormats
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.parallel import ParallelSizes, resolve
-from titan_moe.config.recipe import Recipe, max_batch_tokens, num_microbatches
+from titan_moe.config.recipe import Recipe
 from titan_moe.plan.choice.formats import IN_COMPUTE, choose_formats
-from titan_moe.plan.cost.loads import LayerLoads, layer_loads
-from titan_moe.plan.cost.memory import gathered_bytes, shared_bytes_per_rank, state_bytes, workspace_bytes
+from titan_moe.plan.cost import memory
+from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.peak import peak_bytes
+from titan_moe.plan.pipeline import weight_grads
 from titan_moe.plan.pipeline.action import Entry
 from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.slabs import ArenaSlabs, arena_slabs
 from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of
-from titan_moe.plan.pipeline.weight_grads import splits_backward
+
+T = TypeVar("T")
+
+
+def _derived(derive: Callable[[Recipe], T]) -> cached_property[T]:
+    """What follows from the recipe alone; `derive` says what it is."""
+    return cached_property(lambda resolved: derive(resolved.recipe))
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,21 @@ class Resolved:
     recipe: Recipe
     world_size: int
 
+    max_batch_tokens = _derived(of_recipe.max_batch_tokens)
+    experts = _derived(experts_of)
+    num_clones = _derived(clones.num_clones)
+    clones_pay_from = _derived(clones.clones_pay_from)
+    loads = _derived(layer_loads)
+    shared_bytes = _derived(memory.shared_bytes_per_rank)
+    workspace_bytes = _derived(memory.workspace_bytes)
+    splits_backward = _derived(weight_grads.splits_backward)
+    stages = _derived(stages_of)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The implementation of each operation."""
+        return self.recipe.perf.chosen_kernels
+
     @cached_property
     def sizes(self) -> ParallelSizes:
         """The sizes of all mesh axes."""
@@ -43,22 +67,7 @@ class Resolved:
     @cached_property
     def num_microbatches(self) -> int:
         """Microbatches of a rank in one optimizer step."""
-        return num_microbatches(self.recipe, self.world_size)
-
-    @cached_property
-    def max_batch_tokens(self) -> int:
-        """Tokens of the largest batch whose rows a rank dispatches in one forward."""
-        return max_batch_tokens(self.recipe)
-
-    @cached_property
-    def kernels(self) -> Kernels:
-        """The implementation of each operation."""
-        return self.recipe.perf.chosen_kernels
-
-    @cached_property
-    def experts(self) -> str:
-        """The implementation of the experts; before the machine is known, what `auto` may choose."""
-        return experts_of(self.recipe)
+        return of_recipe.num_microbatches(self.recipe, self.world_size)
 
     @cached_property
     def formats(self) -> dict[str, GemmFormats]:
@@ -75,21 +84,6 @@ class Resolved:
         return self.sizes.experts_are_unsharded(self.recipe.precision)
 
     @cached_property
-    def num_clones(self) -> int:
-        """Replica slots of a rank, in use or not."""
-        return num_clones(self.recipe)
-
-    @cached_property
-    def clones_pay_from(self) -> float:
-        """The load of the busiest rank over the mean from which replica slots are used."""
-        return clones_pay_from(self.recipe)
-
-    @cached_property
-    def loads(self) -> LayerLoads:
-        """Rows and expert slots of a rank."""
-        return layer_loads(self.recipe)
-
-    @cached_property
     def fused_experts_have_arena(self) -> bool:
         """Whether an arena keeps the rows of layers, if all of their experts are fused."""
         return has_arena(self.recipe, "fused")
@@ -100,31 +94,11 @@ class Resolved:
         return self.experts == "fused" and self.fused_experts_have_arena
 
     @cached_property
-    def shared_bytes(self) -> int:
-        """Memory that a rank shares with others of its ep group or node."""
-        return shared_bytes_per_rank(self.recipe)
-
-    @cached_property
-    def workspace_bytes(self) -> int:
-        """Memory that a rank shares with others of its tp group; 0 unless their messages overlap with GEMMs."""
-        return workspace_bytes(self.recipe)
-
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Whether the schedule computes weight gradients apart."""
-        return splits_backward(self.recipe)
-
-    @cached_property
     def delays_weight_grads_of_experts(self) -> bool:
         """Whether weight gradients of experts are computed while gradients of rows are sent: not with recompute, which
         fixes another order."""
         is_interleaved = self.recipe.parallel.overlap == "microbatch"
         return is_interleaved and self.kernels.experts == "fused" and self.recipe.memory.recompute == "none"
-
-    @cached_property
-    def stages(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the modules of each stage of the pipeline."""
-        return stages_of(self.recipe)
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -149,12 +123,12 @@ class Resolved:
     @cached_property
     def state_bytes(self) -> int:
         """Parameters, gradients and moments of a rank; in a pipeline those of the rank that has most."""
-        return max(map(state_bytes, self.parts))
+        return max(map(memory.state_bytes, self.parts))
 
     @cached_property
     def gathered_bytes(self) -> int:
         """Unsharded parameters and gradients of a rank during a step, in the same way."""
-        return max(map(gathered_bytes, self.parts))
+        return max(map(memory.gathered_bytes, self.parts))
 
     def peak_bytes(self, capacity_factor: float) -> int:
         """The peak of a rank at a capacity factor, in the same way."""
