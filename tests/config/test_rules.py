@@ -289,7 +289,7 @@ BROKEN = {
         "--precision.linears=fp8_rowwise --perf.kernels=reference",
         "in fp8_rowwise, which are Triton",
     ),
-    "native_experts_are_fused": (
+    "native_experts_are_triton": (
         "--precision.experts=fp8_rowwise --perf.kernels=grouped_mm",
         'precision.experts = "fp8_rowwise" has no native kernels with "grouped_mm" experts',
     ),
@@ -754,6 +754,8 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.etp=2 --parallel.dp_replicate=2 --parallel.ep=2 --parallel.dispatcher=allgather",
         "--parallel.etp=8 --parallel.ep=1 --parallel.dispatcher=local --model.moe.expert_mlp_bias=true",
         "--parallel.etp=2 --precision.format=fp8_rowwise",
+        "--precision.experts=fp8_rowwise --model.moe.expert_mlp_bias=true",
+        "--precision.experts=fp8_rowwise --model.moe.score_on=input --perf.kernels=grouped_mm",
         f"{PIPELINE} --memory.recompute=block --parallel.dispatcher=allgather",
         f"{PIPELINE} --model.class=my.model:Mine",
         f"{PIPELINE} --model.embeddings_are_tied=true",

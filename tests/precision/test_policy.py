@@ -15,7 +15,9 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import gemm_modules
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
+from titan_moe.kernels.experts.fp8.grouped_mm import Fp8GroupedMM
 from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
@@ -153,7 +155,13 @@ def test_native_blockwise_layers_are_those_of_whole_blocks(monkeypatch: pytest.M
     assert type(modules["layers.1.attention.kv_down"]) is nn.Linear, "160 outputs"
 
 
-@pytest.mark.parametrize(("formats", "weighs_input"), [(ROWWISE, True), (replace(ROWWISE, dgrad="compute"), False)])
-def test_experts_without_kernels_are_refused(formats: GemmFormats, weighs_input: bool) -> None:
-    with pytest.raises(RecipeError, match='no native kernels for this model; take precision.experts = "compute", or'):
-        experts.convert_experts(GroupedExperts(2, 16, 16), formats, "native", weighs_input=weighs_input)
+@pytest.mark.parametrize(("has_bias", "weighs_input"), [(True, False), (False, True)])
+def test_native_experts_that_are_not_fused_are_composed(has_bias: bool, weighs_input: bool) -> None:
+    layer = GroupedExperts(2, 16, 16, has_bias=has_bias)
+    experts.convert_experts(layer, ROWWISE, "native", weighs_input=weighs_input)
+    assert layer.mlp == CompositeMLP(Fp8GroupedMM(FP8_ROWWISE), weighs_input)
+
+
+def test_experts_without_kernels_are_refused() -> None:
+    with pytest.raises(RecipeError, match='no native kernels; take precision.experts = "compute", or'):
+        experts.convert_experts(GroupedExperts(2, 16, 16), replace(ROWWISE, dgrad="compute"), "native")

@@ -112,6 +112,11 @@ def count_native_experts(recipe: Recipe) -> int:
     return sum(number for name, number in _experts_by_format(recipe).items() if name != "compute")
 
 
+def count_packed_experts(recipe: Recipe) -> int:
+    """Count those whose rows and hidden states are kept as packed codes: all that fused experts can compute."""
+    return 0 if recipe.model.moe.unmet_needs_of_fused else count_native_experts(recipe)
+
+
 def matches(patterns: tuple[str, ...], name: str) -> str:
     """The first pattern that fits a module's name; empty if none does."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "")

@@ -3,6 +3,7 @@
 from titan_moe.config import RecipeError
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
+from titan_moe.kernels.experts.fp8.grouped_mm import FP8_GROUPED_MMS
 from titan_moe.kernels.experts.fused_mlp import FUSED_MLPS
 from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 from titan_moe.layers.experts import GroupedExperts
@@ -17,19 +18,21 @@ def convert_experts(
     in_triton: bool = False,
 ) -> None:
     """Let a layer's experts multiply in formats, in place. `weighs_input` as in `CompositeMLP`; `in_triton` as
-    in `emulated_grouped_mm`.
+    in `emulated_grouped_mm`. Native experts are fused, but those with biases or scores on the input.
 
     Raises: RecipeError where there is no such kernel.
     """
     if backend == "emulated":
         powers_of_two = formats.fprop in ("fp8_rowwise", "fp8_blockwise")  # as in native experts
         experts.mlp = CompositeMLP(emulated_grouped_mm(formats, powers_of_two, in_triton), weighs_input=weighs_input)
-    elif formats in FUSED_MLPS and not weighs_input:
-        experts.mlp = FUSED_MLPS[formats]
-    else:
+    elif formats not in FP8_GROUPED_MMS:
         raise RecipeError(
             [
-                f'precision.experts = "{formats}" has no native kernels for this model; take precision.experts = '
-                '"compute", or precision.backend = "emulated"'
+                f'precision.experts = "{formats}" has no native kernels; take precision.experts = "compute", or '
+                'precision.backend = "emulated"'
             ]
         )
+    elif weighs_input or experts.down_bias is not None:
+        experts.mlp = CompositeMLP(FP8_GROUPED_MMS[formats], weighs_input=weighs_input)
+    else:
+        experts.mlp = FUSED_MLPS[formats]

@@ -100,15 +100,15 @@ def native_linears_are_triton(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 @rule(
-    "only fused experts have fp8 kernels, which always round gradients of rows",
+    "fp8 kernels of experts are Triton's, fused where experts can be, and always round gradients of rows",
     "perf.kernels perf.override.experts precision.experts format backend dgrad model.moe.score_on expert_mlp_bias",
 )
-def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
+def native_experts_are_triton(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if not has_native_experts(recipe):
         return
-    setting = f'precision.experts = "{p.format_of("experts")}"'
-    if (experts := experts_of(recipe)) != "fused":
+    setting, needs = f'precision.experts = "{p.format_of("experts")}"', recipe.model.moe.unmet_needs_of_fused
+    if (experts := experts_of(recipe)) != "fused" and (experts == "reference" or not needs):
         yield f'{setting} has no native kernels with "{experts}" experts'
     if p.dgrad == "compute":
         yield f'{setting} does not support precision.dgrad = "compute"'

@@ -77,13 +77,14 @@ grouped_mm.register_fake(lambda x_RI, own_eOI, *_: x_RI.new_empty(x_RI.shape[0],
 
 
 @torch.library.custom_op("titan_moe::grouped_mm_dw", mutates_args=())
-def _grouped_mm_dw(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, loop: bool) -> Tensor:
+def grouped_mm_dw(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, loop: bool = False) -> Tensor:
+    """The gradient of all weights, [e + c, O, I]."""
     if loop:
         return torch.stack([grad_RO[a:b].T @ x_RI[a:b] for a, b in _borders(offsets_e)])
     return F.grouped_mm(grad_RO.T, x_RI, offs=offsets_e)
 
 
-@_grouped_mm_dw.register_fake
+@grouped_mm_dw.register_fake
 def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *_: bool) -> Tensor:
     return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
 
@@ -102,7 +103,7 @@ def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
         weight_IO = ExpertParameter(own_eOI, clones_cOI).map(lambda weight: weight.transpose(-2, -1))
         dx_RI = grouped_mm(grad_RO, *weight_IO, offsets_e, ctx.loop)
     if needs_weight:
-        dweight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.loop)
+        dweight = grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.loop)
         if clones_cOI is not None:
             dweight, dclones = dweight.split([own_eOI.shape[0], clones_cOI.shape[0]])
     return dx_RI, dweight, dclones, None, None
@@ -130,7 +131,7 @@ class _Delayed(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dx_RI = grouped_mm(grad_RO, own_eOI.transpose(-2, -1), None, offsets_e, ctx.loop)
         x_RI, loop = x_RI.detach(), ctx.loop  # without its graph
-        ctx.delay(lambda: [_grouped_mm_dw(grad_RO, x_RI, offsets_e, loop)])
+        ctx.delay(lambda: [grouped_mm_dw(grad_RO, x_RI, offsets_e, loop)])
         return None, None, dx_RI, None, None
 
 

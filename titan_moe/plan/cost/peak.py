@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from titan_moe.config.arena import has_arena
-from titan_moe.config.gemms import count_native_experts, gemm_modules, why_kept
+from titan_moe.config.gemms import count_packed_experts, gemm_modules, why_kept
 from titan_moe.config.modules import modules_of
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
@@ -178,7 +178,7 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     (rows, slots), p = _sizes(recipe, capacity_factor), recipe.parallel
     sent = rows if p.facts.moves_rows or p.etp > 1 else 0
     width, hidden = recipe.model.expert_width, 2 * expert_hidden_size(recipe)
-    num_native = count_native_experts(recipe)
+    num_native = count_packed_experts(recipe)
     num_plain = recipe.model.num_moe_layers - num_native
     if recipe.memory.recompute == "experts":
         return round((num_plain + num_native) * sent * width)
@@ -197,7 +197,7 @@ def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool)
     if m.num_moe_layers and has_arena:
         most = max(most, temporary_bytes_per_rank(recipe))
     elif m.num_moe_layers:
-        sizes, num_native = _sizes(recipe, capacity_factor), count_native_experts(recipe)
+        sizes, num_native = _sizes(recipe, capacity_factor), count_packed_experts(recipe)
         for is_native in {num_native > 0, num_native == m.num_moe_layers}:
             most = max(most, temporary_bytes(recipe, *sizes, is_native=is_native))
     return most + _recomputed_bytes(recipe, capacity_factor, has_arena=has_arena)
