@@ -1,45 +1,75 @@
 """Experts with frozen weights: no weight gradient of theirs is launched, with low-rank factors beside them or without.
 
-The factors are here alone: an MLP is all that a layer with adapters needs.
+The adapter is here alone: a transform that adds its factors, and an MLP that applies them to rows.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from support.kernel_samples import sample_plans
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_moe.dispatch.base import Routed
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.format import ExpertFormat
 from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
+from titan_moe.kernels.experts.fp8.passes import times_weight
+from titan_moe.kernels.experts.fp8.rows import quantize_apart
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_reference
 from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.weights import ExpertWeights
+from titan_moe.kernels.experts.tiles import plan_tiles
+from titan_moe.kernels.experts.weights import ExpertUse, ExpertWeights
+from titan_moe.layers.experts import GroupedExperts
 
 D, F, RANK = 32, 16, 4
 
 
-@dataclass
-class AdaptedMLP:
-    """The MLP with low-rank factors of gate_up and down, applied to rows: [e, rank, I] and [e, O, rank]."""
+class TimesCodes(torch.autograd.Function):
+    """A frozen weight in fp8 times slots, by Triton's kernels; the gradient of slots by its transposed codes."""
 
-    factors: list[tuple[Tensor, Tensor]]
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, offsets_e: Tensor, *codes: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets_e, *codes[2:])
+        return times_weight(quantize_apart(x_RI), codes[:2], plan_tiles(offsets_e, len(x_RI), 128))
 
-    def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
-        factors = iter(self.factors)
+    @staticmethod
+    def backward(ctx: Any, dy_RO: Tensor) -> tuple[Tensor | None, ...]:
+        offsets_e, *codes = ctx.saved_tensors
+        dy = quantize_apart(dy_RO.contiguous())
+        return times_weight(dy, codes, plan_tiles(offsets_e, len(dy_RO), 128)), *(None,) * 5
 
-        def gemm(x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor) -> Tensor:
-            into, out = next(factors)
-            low = grouped_mm(x_RI, into, None, offsets_e)
-            return grouped_mm(x_RI, own_eOI, clones_cOI, offsets_e) + grouped_mm(low, out, None, offsets_e)
 
-        return CompositeMLP(gemm)(x_SD, slots, weights)
+def adapted_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+    """The MLP of frozen weights, or of their codes, with factors of gate_up and down: [e, rank, I] and [e, O, rank]."""
+    factors, stored, transposed = iter(weights.factors), iter(weights.codes[:4]), iter(weights.codes[4:])
+
+    def gemm(x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor) -> Tensor:
+        low = grouped_mm(grouped_mm(x_RI, next(factors), None, offsets_e), next(factors), None, offsets_e)
+        if not weights.codes:
+            return low + grouped_mm(x_RI, own_eOI, clones_cOI, offsets_e)
+        return low + TimesCodes.apply(x_RI, offsets_e, *(next(way) for way in (stored, stored, transposed, transposed)))
+
+    return CompositeMLP(gemm)(x_SD, slots, weights)
+
+
+class Adapters(nn.ParameterList):
+    """Low-rank factors beside the weights of a layer's experts, which are frozen, and codes where they are rounded."""
+
+    def __init__(self, experts: GroupedExperts, format: ExpertFormat) -> None:
+        matrices = [experts.gate_up.requires_grad_(False), experts.down.requires_grad_(False)]
+        sizes = [size for matrix in matrices for size in ((RANK, matrix.shape[-1]), (matrix[0, ..., 0].numel(), RANK))]
+        super().__init__(nn.Parameter(torch.randn(len(experts.down), *size) / 8) for size in sizes)
+        self.codes = tuple(format.quantize(*matrices, False))
+        experts.adapters, experts.mlp = self, adapted_mlp
+        experts.transforms["adapters"] = self.add
+
+    def add(self, use: ExpertUse) -> ExpertUse:
+        return use._replace(weights=use.weights._replace(codes=self.codes, factors=tuple(self)))
 
 
 class Operations(TorchDispatchMode):
@@ -65,22 +95,29 @@ def draw() -> tuple[Tensor, ExpertSlots, list[Tensor]]:
     return torch.randn(len(slots_SK), D, requires_grad=True), slots, weights
 
 
-def test_adapters_train_beside_frozen_weights() -> None:
-    x_SD, slots, (gate_up, down) = draw()
-    num_experts = len(down)
-    factors = [
-        tuple(torch.randn(num_experts, *shape).div(8).requires_grad_() for shape in ((RANK, into), (out, RANK)))
-        for into, out in ((D, 2 * F), (F, D))
-    ]
+@pytest.mark.parametrize(
+    ("format", "tolerance"),
+    [
+        pytest.param(PLAIN, 1e-4, id="compute"),
+        pytest.param(FP8_ROWWISE, 0.12, id="codes", marks=pytest.mark.interpreted),
+    ],
+)
+def test_adapters_train_beside_frozen_weights(format: ExpertFormat, tolerance: float) -> None:
+    x_SD, slots, matrices = draw()
+    experts = GroupedExperts(len(matrices[1]), D, F)
+    experts.load_state_dict(dict(zip(("gate_up", "down"), matrices, strict=True)))
+    factors = [*Adapters(experts, format)]
     with Operations() as operations:
-        y_SD = AdaptedMLP(factors)(x_SD, slots, ExpertWeights.of([gate_up, down]))
-        y_SD.sin().sum().backward()
-    assert operations.of["grouped_mm"] == 12 and operations.of["grouped_mm_dw"] == 4, "those of the factors"
-    merged = [(out @ into).detach() for into, out in factors]
-    sums = [gate_up + merged[0].unflatten(1, (2, F)), down + merged[1]]
-    expected = CompositeMLP(grouped_mm_reference)(x_SD, slots, ExpertWeights.of(sums))
-    torch.testing.assert_close(y_SD, expected, rtol=1e-4, atol=1e-5)
-    assert all(factor.grad is not None for pair in factors for factor in pair) and x_SD.grad is not None
+        y_SD = experts(Routed(x_SD, *slots, exchange=None))
+        grads = torch.autograd.grad(y_SD.sin().sum(), [x_SD, *factors])
+    of_base = 0 if format.is_rounded else 4
+    assert operations.of["grouped_mm"] == 8 + of_base and operations.of["grouped_mm_dw"] == 4, "those of the factors"
+    assert not any("dw" in name and name != "grouped_mm_dw" for name in operations.of)
+    merged = [(out @ into).view_as(w) + w for into, out, w in zip(factors[::2], factors[1::2], matrices, strict=True)]
+    exact = CompositeMLP(grouped_mm_reference)(x_SD, slots, ExpertWeights.of(merged))
+    expected = torch.autograd.grad(exact.sin().sum(), [x_SD, *factors])
+    for mine, right in zip((y_SD, *grads), (exact, *expected), strict=True):
+        assert (mine - right).norm() < tolerance * right.norm()
 
 
 @pytest.mark.interpreted
