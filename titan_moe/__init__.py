@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     )
     from titan_moe.entry import check as check
     from titan_moe.entry import train as train
+    from titan_moe.kernels.experts.weights import ExpertUse as ExpertUse
     from titan_moe.kernels.experts.weights import ExpertWeights as ExpertWeights
     from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from titan_moe.kernels.symm_mem.arrays import symm_bytes as symm_bytes
@@ -122,6 +123,7 @@ _MODULES = {
     "Exchange": "titan_moe.dispatch.base",
     "ExpertCapacity": "titan_moe.dispatch.capacity",
     "ExpertInputs": "titan_moe.dispatch.base",
+    "ExpertUse": "titan_moe.kernels.experts.weights",
     "ExpertWeights": "titan_moe.kernels.experts.weights",
     "GroupedExperts": "titan_moe.layers.experts",
     "KernelOverrides": "titan_moe.config.kernels",
