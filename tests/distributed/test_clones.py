@@ -133,6 +133,11 @@ DEAR = 10**6
 """Slots that a clone costs, more than any rank has."""
 
 
+def in_two(parallel: ParallelConfig, **changes: Any) -> Recipe:
+    """Of two microbatches a step, of two data-parallel ranks."""
+    return one_loss.recipe(parallel, micro_batch_sequences=2, **changes)
+
+
 def train_in_phases(run: Recipe, phases: list[str], cost: int = 0) -> SimpleNamespace:
     """Steps of a forced load each: losses, norms and parameters, and for every step the replica slots in use, how many
     clones were planned, how often layers got weights of clones, and the graphs that were compiled by then. A clone is
@@ -183,7 +188,7 @@ def train_in_phases(run: Recipe, phases: list[str], cost: int = 0) -> SimpleName
 def train_compiled_in_phases(run: Recipe, phases: list[str]) -> SimpleNamespace:
     torch._dynamo.reset()
     counters.clear()
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         return train_in_phases(run, phases)
 
 
@@ -213,9 +218,7 @@ MIXED = PrecisionConfig(compute="fp32", master="fp64", reduce="fp64")
 )
 def test_clones_are_used_while_ranks_are_imbalanced(ranks: Any, parallel: ParallelConfig, changes: Any) -> None:
     num_ranks, plain = 2 * parallel.etp, replace(parallel, expert_clones="off")
-    without, followed = (
-        ranks(num_ranks, train_in_phases, one_loss.recipe(p, **changes), PHASES) for p in (plain, parallel)
-    )
+    without, followed = (ranks(num_ranks, train_in_phases, in_two(p, **changes), PHASES) for p in (plain, parallel))
     tolerance = 1e-5 if "precision" in changes else 1e-9
     for expected, trace in zip(without, followed, strict=True):
         assert_used_while_imbalanced(trace, PHASES)
@@ -227,8 +230,8 @@ def test_clones_are_used_while_ranks_are_imbalanced(ranks: Any, parallel: Parall
 
 
 def test_no_expert_is_cloned_that_costs_more_than_its_rank_has_too_much(ranks: Any) -> None:
-    phases, candidate = ["hot"] * 4, one_loss.recipe(AUTO)
-    without = ranks(2, train_in_phases, one_loss.recipe(replace(AUTO, expert_clones="off")), phases)
+    phases, candidate = ["hot"] * 4, in_two(AUTO)
+    without = ranks(2, train_in_phases, in_two(replace(AUTO, expert_clones="off")), phases)
     for expected, trace in zip(without, ranks(2, train_in_phases, candidate, phases, DEAR), strict=True):
         assert_used_while_imbalanced(trace, phases, pays=False)
         torch.testing.assert_close(trace.losses, expected.losses, rtol=1e-9, atol=1e-9)
@@ -244,7 +247,7 @@ def costs_in(run: Recipe) -> tuple[int, list[int], float]:
 
 
 def test_auto_counts_what_a_clone_costs(ranks: Any) -> None:
-    run = one_loss.recipe(AUTO)
+    run = in_two(AUTO)
     num_slots = run.train.micro_batch_sequences * run.train.seq_len_tokens * run.model.moe.top_k
     expected = clones.COST_SLOTS, [clones.COST_SLOTS] * run.model.num_moe_layers, clones.clones_pay_from(run)
     assert expected[-1] == pytest.approx(1.1 + 700 / num_slots)
@@ -253,7 +256,7 @@ def test_auto_counts_what_a_clone_costs(ranks: Any) -> None:
 
 @pytest.mark.parametrize("precision", [one_loss.FP64, MIXED], ids=["fp64", "mixed"])
 def test_replica_slots_that_are_not_used_change_no_bit(ranks: Any, precision: PrecisionConfig) -> None:
-    runs = (one_loss.recipe(p, precision=precision) for p in (replace(AUTO, expert_clones="off"), AUTO))
+    runs = (in_two(p, precision=precision) for p in (replace(AUTO, expert_clones="off"), AUTO))
     for expected, trace in zip(*(ranks(2, train_in_phases, run, ["even"] * 4) for run in runs), strict=True):
         assert trace.in_use == [0] * 4
         assert (trace.losses, trace.norms) == (expected.losses, expected.norms)
@@ -262,11 +265,11 @@ def test_replica_slots_that_are_not_used_change_no_bit(ranks: Any, precision: Pr
 
 @pytest.fixture(scope="module")
 def eager_phases(ranks: Any) -> list[SimpleNamespace]:
-    return ranks(2, train_in_phases, one_loss.recipe(AUTO), PHASES)
+    return ranks(2, train_in_phases, in_two(AUTO), PHASES)
 
 
 def test_layers_are_compiled_once_with_clones_and_once_without(ranks: Any, eager_phases: list[SimpleNamespace]) -> None:
-    compiled = ranks(2, train_compiled_in_phases, one_loss.recipe(AUTO, compile=CompileConfig("on")), PHASES)
+    compiled = ranks(2, train_compiled_in_phases, in_two(AUTO, compile=CompileConfig("on")), PHASES)
     for expected, trace in zip(eager_phases, compiled, strict=True):
         assert trace.in_use == expected.in_use
         torch.testing.assert_close(trace.losses, expected.losses, rtol=1e-9, atol=1e-9)

@@ -57,7 +57,7 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
 def test_compiled_experts_train_as_one_process(ranks, alone: Any) -> None:
     parallel = ParallelConfig(etp=2, dispatcher="allgather")
     candidate = with_biases(parallel, compile=CompileConfig("on"), micro_batch_sequences=2)
-    for fields in ranks(2, one_loss.train_compiled, candidate, -1, STEPS):
+    for fields in ranks(2, one_loss.train_compiled, candidate, -1, STEPS, "eager"):
         trace = one_loss.Trace(**fields)
         one_loss.assert_same(trace, alone, 1e-9)
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"

@@ -28,7 +28,7 @@ GATHERED = replace(EP2_ETP2, accumulate_unsharded=True)
 @pytest.fixture(scope="module")
 def alone(ranks: Any) -> dict[int, Any]:
     """One process, plain and skewed."""
-    one = one_loss.recipe(ParallelConfig())
+    one = one_loss.recipe(ParallelConfig(), micro_batch_sequences=4)
     return {starved: one_loss.run(ranks, 1, one, starved, STEPS)[0] for starved in (-1, 4)}
 
 
@@ -68,7 +68,7 @@ def test_etp_checkpoints_load_bit_for_bit_on_other_layouts(
 
 
 def with_biases(parallel: ParallelConfig) -> Recipe:
-    plain = one_loss.recipe(parallel, model=one_loss.SPLIT_MODELS["gqa"])
+    plain = one_loss.recipe(parallel, model=one_loss.SPLIT_MODELS["gqa"], micro_batch_sequences=2)
     return replace(plain, model=replace(plain.model, moe=replace(plain.model.moe, expert_mlp_bias=True)))
 
 

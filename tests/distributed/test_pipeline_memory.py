@@ -160,9 +160,9 @@ def test_weight_gradients_are_delayed_from_the_first_bounded_step_on(ranks: Any,
 
 def test_a_step_that_overflows_delayed_slabs_is_taken_again(ranks: Any, tmp_path: Path) -> None:
     """The layers that do not fit lie at the beginning of their slabs."""
-    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 5), -1, 1)[0]
+    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 5, 2), -1, 1)[0]
     small = replace(PP2_EP2, expert_rank_capacity_factor=0.5, **{**V, "pp_layout": "Et|tt|t|tL"})
-    answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(small), 5))
+    answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(small), 5, 2))
     for trace in joined([fields for fields, *_ in answers]):
         one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
     assert all(num_late > 0 and num_reruns == 1 for *_, num_late, num_reruns in answers)

@@ -118,6 +118,8 @@ def run_command(port: int, words: list[str]) -> tuple[int, str]:
     try:
         with mock.patch.dict(os.environ, zip(TORCHRUN_VARIABLES, values, strict=True)):
             return cli.main(words), said.stream.getvalue()
+    except SystemExit as ended:  # of a run that has diverged
+        return ended.code, said.stream.getvalue()
     finally:
         logger.removeHandler(said)
 

@@ -188,6 +188,7 @@ def test_jobs_that_cannot_start_are_launched_once(run_jobs: Any) -> None:
     assert list(results.values()) == [{"error": "LookupError: no such device"}] * 3
 
 
+@pytest.mark.few()
 def test_dispatch_benchmark_runs_all_tasks_in_one_launch(bench: ModuleType, tmp_path: Path) -> None:
     """Two tasks with two candidates each."""
     script, out = f"{TOOLS}/bench_dispatch.py", tmp_path / "results.json"

@@ -38,7 +38,7 @@ def last_losses(run) -> float:
 def test_training_in_formats_follows_training_without(
     tiny: Callable, shape: tuple[str, ...], tolerances: dict[tuple[str, ...], float]
 ) -> None:
-    shared = (*shape, "--train.steps=20", "--precision.compute=bf16")
+    shared = (*shape, "--train.steps=12", "--precision.compute=bf16")
     plain = tiny(*shared)
     assert plain.train() == 0
     for words, tolerance in tolerances.items():

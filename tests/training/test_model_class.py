@@ -271,8 +271,16 @@ def test_what_is_no_loss_is_refused(tiny, name: str, found: str, capsys: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("--data.document_attention=true",), ("--train.seq_len_tokens=2",)])
-@pytest.mark.parametrize("name", ["Summed", "Smoothed", "Dropping", "Confident"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Summed", ("--data.document_attention=true",)),
+        ("Smoothed", ()),
+        ("Dropping", ("--train.seq_len_tokens=2",)),
+        ("Dropping", ("--data.document_attention=true",)),
+        ("Confident", ("--train.seq_len_tokens=2",)),
+    ],
+)
 def test_a_summed_loss_is_trained(tiny, name: str, words: tuple[str, ...]) -> None:
     assert own(tiny, name, *words).train() == 0
 

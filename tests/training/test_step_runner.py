@@ -39,7 +39,7 @@ from titan_moe.training.step import StepResult
 
 pytestmark = pytest.mark.slow
 
-SEQUENCES, TOKENS, STEPS = 8, 8, 7
+SEQUENCES, TOKENS, STEPS = 4, 8, 7
 RECIPE = Recipe(
     model=ModelConfig(
         vocab_size=32,

@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import runpy
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -285,26 +284,6 @@ def test_trainer_sample_is_printed_and_repeatable(tiny, text: str, capsys: pytes
     assert len(continuation.encode()) >= 20 and sum(letter.isdigit() for letter in continuation) > 5
     assert sample() == first
     assert sample("--metrics.sample_temperature=0") != first
-
-
-@pytest.mark.slow
-def test_trainer_with_a_model_of_ones_own(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_model.py").write_text(
-        "from titan_moe.layers.block import Block\n"
-        "from titan_moe.models.transformer import Transformer\n"
-        "class Silent(Block):\n"
-        "    def forward(self, x_BND, context):\n"
-        "        return super().forward(x_BND, context) * 0 + x_BND\n"
-        "class MyTransformer(Transformer):\n"
-        "    block_class = Silent\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    run = tiny("--train.steps=3", "--model.class=my_model:MyTransformer")
-    assert run.train() == 0
-    plain = tiny("--train.steps=3")
-    assert plain.train() == 0
-    assert run.column("loss")[0] != plain.column("loss")[0]
 
 
 @pytest.mark.parametrize(

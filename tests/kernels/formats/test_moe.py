@@ -63,10 +63,10 @@ def test_few_choices_of_the_next_router_flip(format: Format) -> None:
     assert 0 < flips < FLIPS[format]
 
 
-def train(format: Format, num_steps: int = 60) -> float:
+def train(format: Format, num_steps: int = 45) -> float:
     """Mean loss of the last 10 steps on sequences that a random table continues."""
     torch.manual_seed(0)
-    model = Transformer(replace(CONFIG, moe=replace(MOE, num_experts=8, top_k=2)))
+    model = Transformer(replace(CONFIG, moe=replace(MOE, num_experts=4, top_k=2)))
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=1.0 if "embed" in name else 0.05)

@@ -88,6 +88,7 @@ GATHERED = replace(LOOP, ep=2, dispatcher="allgather", expert_rank_capacity_fact
 CASES: dict[str, tuple[Any, ...]] = {
     "1f1b_recompute": ("mla", "block", -1, GATHERED),
     "interleaved_tp": ("mla-latent-gate", "none", -1, replace(LOOPS, tp=2)),
+    "zbv_tied_recompute": ("gqa-tied", "experts", -1, ZBV),
     "zbv_tied_skew_recompute": ("gqa-tied", "experts", 4, replace(ZBV, **EP2)),
     "pairs": ("gqa", "none", -1, pipelines.PAIRS),
     "overflow": ("gqa", "none", 4, replace(GATHERED, expert_rank_capacity_factor=BOUND)),
@@ -97,7 +98,7 @@ WITH_AUTOGRAD_GRAPHS = {"1f1b_recompute", "pairs"}
 are: what is compiled, when, and what it leaves behind is the same."""
 
 
-@pytest.mark.few("zbv_tied_skew_recompute")
+@pytest.mark.few("zbv_tied_recompute")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_run_has_the_bits_of_one_without_rehearsal_and_compiles_before_its_messages(ranks: Any, case: str) -> None:
