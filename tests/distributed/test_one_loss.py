@@ -378,19 +378,6 @@ def test_one_loss_with_tensor_parallelism(
         assert_same(trace, split_alone(name), 1e-9)
 
 
-@pytest.mark.few("gqa-shared-block-True")
-@pytest.mark.parametrize(("name", "what", "overlaps"), [("mla", "experts", False), ("gqa-shared", "block", True)])
-def test_one_loss_with_tensor_parallelism_in_graphs(
-    ranks, split_alone: Callable[[str], Trace], name: str, what: str, overlaps: bool
-) -> None:
-    parallel = replace(TP2_EP2, dispatcher="allgather", tp_comm_overlap=overlaps)
-    options = {"compile": COMPILED, "memory": MemoryConfig(what)}
-    for fields in ranks(2, train_compiled, split_recipe(parallel, name, **options), -1, FEW):
-        trace = Trace(**fields)
-        assert_same(trace, split_alone(name), 1e-9)
-        assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
-
-
 CP2 = ParallelConfig(cp=2)
 CP2_EP2 = replace(CP2, ep=2, dispatcher="alltoall")
 CP2_TP2 = replace(CP2, tp=2)
@@ -458,29 +445,26 @@ def test_one_loss_with_ring_attention(
         assert_same(trace, causal_alone(name), 1e-9)
 
 
-@pytest.mark.few()
-def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[str], Trace]) -> None:
-    options = {"compile": COMPILED, "memory": MemoryConfig("experts")}
-    recipe = split_recipe(replace(RING_EP2, dispatcher="allgather"), "gqa", **options)
-    for fields in ranks(2, train_compiled, recipe, -1, FEW):
-        trace = Trace(**fields)
-        assert_same(trace, causal_alone("gqa"), 1e-9)
-        assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
-
-
-@pytest.mark.few()
+@pytest.mark.few("overlapped-tp2")
 @pytest.mark.parametrize(
-    ("name", "what", "parallel"),
-    [("mla", "none", CP2), ("gqa-window", "experts", with_gathered_keys(CP2))],
+    ("parallel", "name", "what"),
+    [
+        pytest.param(TP2, "mla", "experts", id="tp2"),
+        pytest.param(OVERLAPPED, "gqa-shared", "block", id="overlapped-tp2"),
+        pytest.param(CP2, "mla", "none", id="cp2"),
+        pytest.param(with_gathered_keys(CP2), "gqa-window", "experts", id="cp2-allgather"),
+        pytest.param(RING, "gqa", "experts", id="cp2-ring"),
+    ],
 )
-def test_one_loss_with_context_parallelism_in_graphs(
-    ranks, split_alone: Callable[[str], Trace], name: str, what: str, parallel: ParallelConfig
+def test_one_loss_in_graphs(
+    ranks, split_alone: Callable[[str], Trace], causal_alone: Callable[[str], Trace], parallel, name: str, what: str
 ) -> None:
     parallel = replace(parallel, ep=2, dispatcher="allgather")
-    options = {"compile": COMPILED, "memory": MemoryConfig(what)}
-    for fields in ranks(2, train_compiled, split_recipe(parallel, name, **options), -1, FEW):
+    alone = causal_alone if parallel.cp_kind == "ring" else split_alone
+    candidate = split_recipe(parallel, name, compile=COMPILED, memory=MemoryConfig(what))
+    for fields in ranks(2, train_compiled, candidate, -1, FEW):
         trace = Trace(**fields)
-        assert_same(trace, split_alone(name), 1e-9)
+        assert_same(trace, alone(name), 1e-9)
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
