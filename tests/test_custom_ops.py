@@ -52,8 +52,8 @@ from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
-from titan_moe.kernels.experts.fp8.grouped_mm import Fp8GroupedMM
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
+from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM
 from titan_moe.kernels.optim.accumulate import accumulate_reference
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.attention import Context
@@ -180,7 +180,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     for format, width in ((FP8_ROWWISE, WIDTH), (FP8_BLOCKWISE, 128)):
         of_width = replace(MODEL, hidden_size=width, moe=replace(MODEL.moe, ffn_hidden_size=width))
         layer = MoE(of_width, kernels=PRESETS["fused"]).to(device, dtype)
-        for mlp in (CompositeMLP(Fp8GroupedMM(format)), FusedMLP(format)):
+        for mlp in (CompositeMLP(GROUPED_GEMM[format.name]), FusedMLP(format)):
             layer.experts.mlp = mlp
             run_layer(layer, is_trained=True, width=width)  # weights are quantised for each use
         layer.experts.transforms["local"] = UnshardedWeights(None, format, keeps=True, accumulate=accumulate_reference)

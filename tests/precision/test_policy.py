@@ -17,7 +17,7 @@ from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
-from titan_moe.kernels.experts.fp8.grouped_mm import Fp8GroupedMM
+from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM
 from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
@@ -159,7 +159,7 @@ def test_native_blockwise_layers_are_those_of_whole_blocks(monkeypatch: pytest.M
 def test_native_experts_that_are_not_fused_are_composed(has_bias: bool, weighs_input: bool) -> None:
     layer = GroupedExperts(2, 16, 16, has_bias=has_bias)
     experts.convert_experts(layer, ROWWISE, "native", weighs_input=weighs_input)
-    assert layer.mlp == CompositeMLP(Fp8GroupedMM(FP8_ROWWISE), weighs_input)
+    assert layer.mlp == CompositeMLP(GROUPED_GEMM["fp8_rowwise"], weighs_input)
 
 
 def test_experts_without_kernels_are_refused() -> None:

@@ -46,8 +46,7 @@ QUEUED_SWIGLU_DOWN: dict[SwiGLUDown, Callable[[WeightGradQueue], SwiGLUDown]] = 
 }
 """The same operations with weight gradients that a queue delays."""
 QUEUED_GROUPED_GEMM: dict[str, Callable[[WeightGradQueue], GroupedGemm]] = {
-    "grouped_mm": QueuedGroupedMM,
-    "reference": partial(QueuedGroupedMM, loop=True),
+    kind: partial(QueuedGroupedMM, kind=kind) for kind in GROUPED_GEMM
 }
 """The same with weight gradients that a queue delays."""
 

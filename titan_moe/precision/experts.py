@@ -3,8 +3,8 @@
 from titan_moe.config import RecipeError
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
-from titan_moe.kernels.experts.fp8.grouped_mm import FP8_GROUPED_MMS
 from titan_moe.kernels.experts.fused_mlp import FUSED_MLPS
+from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM
 from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 from titan_moe.layers.experts import GroupedExperts
 
@@ -25,7 +25,7 @@ def convert_experts(
     if backend == "emulated":
         powers_of_two = formats.fprop in ("fp8_rowwise", "fp8_blockwise")  # as in native experts
         experts.mlp = CompositeMLP(emulated_grouped_mm(formats, powers_of_two, in_triton), weighs_input=weighs_input)
-    elif formats not in FP8_GROUPED_MMS:
+    elif formats not in FUSED_MLPS:
         raise RecipeError(
             [
                 f'precision.experts = "{formats}" has no native kernels; take precision.experts = "compute", or '
@@ -33,6 +33,6 @@ def convert_experts(
             ]
         )
     elif weighs_input or experts.down_bias is not None:
-        experts.mlp = CompositeMLP(FP8_GROUPED_MMS[formats], weighs_input=weighs_input)
+        experts.mlp = CompositeMLP(GROUPED_GEMM[str(formats)], weighs_input=weighs_input)
     else:
         experts.mlp = FUSED_MLPS[formats]

@@ -46,9 +46,8 @@ def obstacle_of(recipe: Recipe, module: GemmModule) -> Obstacle | None:
     is_compiled = recipe.compile.compiles(device)
     if module.part == "experts":
         experts = recipe.perf.chosen_kernels.experts if device == "cpu" else experts_of(recipe)
-        if is_rounded and (p.backend == "emulated" or experts != "fused"):
-            kind = "an emulated format" if p.backend == "emulated" else f'"{p.format_of("experts")}", not fused'
-            return Obstacle(f"in {kind}", 'precision.experts = "compute"')
+        if is_rounded and p.backend == "emulated":
+            return Obstacle("in an emulated format", 'precision.experts = "compute"')
         is_compiled = is_compiled and experts != "fused"  # which runs outside of graphs
     elif is_rounded:
         return Obstacle(f'in "{p.format_of(module.part)}"', 'precision.linears = "compute"')

@@ -9,9 +9,8 @@ from support import load
 from torch import Tensor
 
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
-from titan_moe.kernels.experts.fp8.format import FORMATS, FP8_ROWWISE, Fp8Format
-from titan_moe.kernels.experts.fp8.grouped_mm import Fp8GroupedMM
-from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
+from titan_moe.kernels.experts.fp8.format import FORMATS, Fp8Format
+from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, grouped_mm_reference
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.formats.grouped import emulated_grouped_mm
@@ -48,7 +47,7 @@ def test_products_are_those_of_the_emulation(format: Fp8Format, device: str, dty
         x_RF = torch.randn(slots.rows_R.numel(), F, device=device, dtype=dtype)
         inputs, dy_RD = [x_RF, down[:OWN], down[OWN:]], torch.randn(len(x_RF), D, device=device, dtype=dtype)
         dy_RD[int(slots.offsets_e[-1]) :] = float("nan")
-        ours = product(Fp8GroupedMM(format), inputs, dy_RD, slots.offsets_e)
+        ours = product(GROUPED_GEMM[format.name], inputs, dy_RD, slots.offsets_e)
         emulated = product(emulated_grouped_mm(format.gemms, True), inputs, dy_RD, slots.offsets_e)
         exact = product(
             grouped_mm_reference, [x.double() for x in inputs], dy_RD.nan_to_num().double(), slots.offsets_e
@@ -72,7 +71,7 @@ def run(mlp: CompositeMLP, slots: ExpertSlots, leaves: list[Tensor], dtype: torc
 def test_experts_with_biases_are_near_exact_ones(weighs_input: bool, device: str, dtype: torch.dtype) -> None:
     slots, leaves = draw("skewed", device, dtype)
     exact = run(CompositeMLP(grouped_mm_reference, weighs_input), slots, leaves, torch.float64)
-    mlp = CompositeMLP(Fp8GroupedMM(FP8_ROWWISE), weighs_input)
+    mlp = CompositeMLP(GROUPED_GEMM["fp8_rowwise"], weighs_input)
     eager = run(mlp, slots, leaves, dtype)
     for mine, right in zip(eager, exact, strict=True):
         assert mlps.decibels(right, mine) > FLOOR_OF_MLP_DB
