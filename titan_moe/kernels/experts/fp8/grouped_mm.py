@@ -35,15 +35,15 @@ def grad_of_weights(dy_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, columns: int
     """The gradients of weights, [e, O, I]."""
     if not len(x_RI):
         return x_RI.new_zeros(len(offsets_e), dy_RO.shape[1], x_RI.shape[1])
-    tiles, both = (
-        plan_tiles(offsets_e, len(x_RI), TILE_ROWS),
-        [quantize_apart(it.contiguous(), columns) for it in (dy_RO, x_RI)],
-    )
+    tiles = plan_tiles(offsets_e, len(x_RI), TILE_ROWS)
+    dy, x = (quantize_apart(slots.contiguous(), columns) for slots in (dy_RO, x_RI))
     if columns:
-        dy, x = (requantized_slots(*slots, tiles) for slots in both)
-        return sum_over_slots(dy, x, offsets_e)
+        return sum_over_slots(requantized_slots(*dy, tiles), requantized_slots(*x, tiles), offsets_e)
+    (dy_RO, dy_scales_R), (x_RI, x_scales_R) = dy, x
     # both scales of a slot move to the first factor
-    factors_R2 = torch.stack([both[0][1] * both[1][1], torch.ones_like(both[1][1])], dim=1)
+    factors_R2 = torch.stack([dy_scales_R * x_scales_R, torch.ones_like(x_scales_R)], dim=1)
     scales_e2 = expert_scales(factors_R2, offsets_e)
-    dy_columns, x_columns = (transposed_slots(both[i][0], factors_R2, scales_e2, i, tiles) for i in (0, 1))
+    dy_columns, x_columns = (
+        transposed_slots(it, factors_R2, scales_e2, i, tiles) for i, it in enumerate((dy_RO, x_RI))
+    )
     return weight_grad(dy_columns, x_columns, offsets_e, scales_e2[:, 0], tiles.rows)
