@@ -3,8 +3,9 @@
 import pytest
 
 from titan_moe.config import Recipe, check_rules
-from titan_moe.config.changes import Change, fields_of, listed, nearest, neighbours, value_of, with_changes
+from titan_moe.config.changes import Change, listed, nearest, neighbours, with_changes
 from titan_moe.config.rules.ranges import RANGES
+from titan_moe.config.schema import fields_of, value_of
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """Changes of fields, and values near those of a recipe, nearest first: what a search for a way out tries."""
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from titan_moe.config.rules.ranges import RANGES
-from titan_moe.config.schema import Key, all_keys, in_toml
+from titan_moe.config.schema import Key, fields_of, in_toml, path_of, value_of
 
 ALL_SMALL = 64
 """Numbers up to this one have all others as neighbours."""
@@ -47,7 +47,7 @@ Way = tuple[Change, ...]
 
 def with_changes(root: Any, way: Way) -> Any:
     """A recipe with these values."""
-    return reduce(lambda so_far, change: _with(so_far, _path(root, change.key), change.value), way, root)
+    return reduce(lambda so_far, change: _with(so_far, path_of(root, change.key), change.value), way, root)
 
 
 def listed(way: Way) -> str:
@@ -71,16 +71,6 @@ def nearest(
             found.setdefault(keys, []).append((rest, way))
     least = {keys: min(rest for rest, _ in ways) for keys, ways in found.items()}
     return {keys: [way for rest, way in ways if rest == least[keys]][:most_values] for keys, ways in found.items()}
-
-
-def fields_of(root: Any) -> dict[str, Key]:
-    """The fields of a recipe or of another dataclass with sections, by dotted name."""
-    return all_keys(cast(Hashable, type(root)))
-
-
-def value_of(root: Any, dotted: str) -> Any:
-    """The value of a field of a recipe."""
-    return attrgetter(".".join(_path(root, dotted)))(root)
 
 
 def neighbours(root: Any, dotted: str, steps: Collection[int] = ()) -> list[Change]:
@@ -130,11 +120,6 @@ def _numbers(value: int, steps: Collection[int]) -> Iterator[int]:
 def _distance(near: int, value: int) -> float:
     """In factors of two; 0 is farther than 1, as it switches something off."""
     return round(abs(math.log2(abs(near) or 0.4) - math.log2(abs(value) or 0.4)), 3)
-
-
-def _path(root: Any, dotted: str) -> list[str]:
-    """The names of a field and its sections in Python: `class_` for `class`."""
-    return [*dotted.split(".")[:-1], fields_of(root)[dotted].attribute]
 
 
 def _with(section: Any, path: list[str], value: Any) -> Any:

@@ -30,6 +30,10 @@ class ScheduleFacts:
         """The pipeline rank of a stage."""
         return min(stage, 2 * pp - 1 - stage) if self.is_v else stage % pp
 
+    def fits_vpp(self, vpp: int) -> bool:
+        """Whether a rank may have so many stages."""
+        return self.min_vpp <= vpp <= self.max_vpp
+
     def fewest_microbatches(self, pp: int) -> int:
         """The fewest microbatches of a step that it can run."""
         return max(self.microbatches_per_rank * pp, 1)

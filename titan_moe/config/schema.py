@@ -6,11 +6,12 @@ Parsing, writing and explaining recipes use this schema, so a new field needs no
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 from titan_moe.config.experimental import EXPERIMENTAL
 
@@ -121,6 +122,21 @@ def walk(section: type, prefix: str = "") -> Iterator[Key]:
 def all_keys(root: type) -> dict[str, Key]:
     """Dotted name -> key, for all keys of a recipe."""
     return {key.dotted: key for key in walk(root)}
+
+
+def fields_of(root: Any) -> dict[str, Key]:
+    """The fields of a recipe or of another dataclass with sections, by dotted name."""
+    return all_keys(cast(Hashable, type(root)))
+
+
+def value_of(root: Any, dotted: str) -> Any:
+    """The value of a field of a recipe."""
+    return attrgetter(".".join(path_of(root, dotted)))(root)
+
+
+def path_of(root: Any, dotted: str) -> list[str]:
+    """The names of a field and its sections in Python: `class_` for `class`."""
+    return [*dotted.split(".")[:-1], fields_of(root)[dotted].attribute]
 
 
 def type_in_words(key: Key) -> str:

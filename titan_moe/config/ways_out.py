@@ -11,11 +11,11 @@ from functools import cached_property, partial
 from itertools import combinations, product
 from typing import Any
 
-from titan_moe.config.changes import Way, fields_of, nearest, neighbours, with_changes
+from titan_moe.config.changes import Way, nearest, neighbours, with_changes
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import ranks_of, rules_of
 from titan_moe.config.rules.rule import Breach, Rule
-from titan_moe.config.schema import either
+from titan_moe.config.schema import either, fields_of
 
 MOST_FIELDS = 3
 """Fields of which a message names values, or pairs of fields if no single one has any."""

@@ -10,9 +10,10 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from titan_moe.config.changes import Change, Way, listed, nearest, value_of, with_changes
+from titan_moe.config.changes import Change, Way, listed, nearest, with_changes
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import check_rules
+from titan_moe.config.schema import value_of
 from titan_moe.plan.choice.hardware import find_hardware
 
 Need = Callable[[Recipe, int], float]

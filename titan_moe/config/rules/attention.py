@@ -3,16 +3,14 @@
 from collections.abc import Iterator
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, is_no_divisor, rule, rules_in
+from titan_moe.config.rules.rule import Problem, divides, row, rule, rules_in
 
-
-@rule("each key/value head is shared by the same number of query heads", "model.attention.num_kv_heads num_heads")
-def kv_heads_divide_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
-    a = recipe.model.attention
-    if a.kind == "gqa" and is_no_divisor(a.num_kv_heads, a.num_heads):
-        yield (
-            f"model.attention.num_kv_heads = {a.num_kv_heads} does not divide model.attention.num_heads = {a.num_heads}"
-        )
+kv_heads_divide_heads = divides(
+    "each key/value head is shared by the same number of query heads",
+    "model.attention.num_kv_heads",
+    "model.attention.num_heads",
+    lambda r: r.model.attention.kind == "gqa",
+)
 
 
 @rule("RoPE rotates pairs", "model.attention.head_dim qk_rope_head_dim")
@@ -30,14 +28,13 @@ def gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"'
 
 
-@rule("YaRN blends the frequencies between beta_fast and beta_slow", "model.attention.yarn_beta_fast yarn_beta_slow")
-def yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
-    a = recipe.model.attention
-    if a.yarn_factor > 1 and a.yarn_beta_fast <= a.yarn_beta_slow:
-        yield (
-            f"model.attention.yarn_beta_fast = {a.yarn_beta_fast:g} is not above "
-            f"model.attention.yarn_beta_slow = {a.yarn_beta_slow:g}"
-        )
+yarn_betas_are_ordered = row(
+    "YaRN blends the frequencies between beta_fast and beta_slow",
+    lambda r: (
+        r.model.attention.yarn_factor > 1 and r.model.attention.yarn_beta_fast <= r.model.attention.yarn_beta_slow
+    ),
+    "{model.attention.yarn_beta_fast} is not above {model.attention.yarn_beta_slow}",
+)
 
 
 ATTENTION_RULES = rules_in(globals())

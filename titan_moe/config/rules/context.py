@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, heads_fit, is_no_divisor, rule, rules_in
+from titan_moe.config.rules.rule import Problem, heads_fit, is_no_divisor, row, rule, rules_in
 
 HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM = 8, 256
 """Of the kernels of ring attention for GPUs."""
 
 
-@rule("an option without effect hides a mistake", "parallel.cp_kind cp")
-def cp_kind_needs_cp(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if p.cp == 1 and p.cp_kind != ParallelConfig.cp_kind:
-        yield f'parallel.cp_kind = "{p.cp_kind}" needs context parallelism, but parallel.cp = 1'
+cp_kind_needs_cp = row(
+    "an option without effect hides a mistake",
+    lambda r: r.parallel.cp == 1 and r.parallel.cp_kind != ParallelConfig.cp_kind,
+    "{parallel.cp_kind} needs context parallelism, but {parallel.cp}",
+)
 
 
 @rule(
@@ -47,11 +47,11 @@ def cp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f"parallel.cp = {p.cp} does not divide model.attention.num_heads = {a.num_heads}{shared}{of_tp}"
 
 
-@rule("context parallelism does not support this setting", "parallel.cp model.class")
-def cp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
-    m, p = recipe.model, recipe.parallel
-    if p.cp > 1 and m.class_ != ModelConfig.class_:
-        yield f'parallel.cp = {p.cp} does not support model.class = "{m.class_}"'
+cp_supports_the_recipe = row(
+    "context parallelism does not support this setting",
+    lambda r: r.parallel.cp > 1 and r.model.class_ != ModelConfig.class_,
+    "{parallel.cp} does not support {model.class}",
+)
 
 
 @rule(

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
-from titan_moe.config.changes import value_of
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.perf import PerfConfig
@@ -17,7 +16,7 @@ from titan_moe.config.rules.moe import MOE_RULES
 from titan_moe.config.rules.perf import expert_rows_are_aligned
 from titan_moe.config.rules.ranges import numbers_are_in_range, numbers_out_of_range
 from titan_moe.config.rules.rule import Rule, rule
-from titan_moe.config.schema import Key, in_toml, keys_of, type_in_words
+from titan_moe.config.schema import Key, in_toml, keys_of, type_in_words, value_of
 from titan_moe.config.ways_out import Search
 
 SECTIONS = {"model": ModelConfig, "model.attention": AttentionConfig, "model.moe": MoEConfig, "kernels": Kernels}

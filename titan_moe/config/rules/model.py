@@ -1,43 +1,41 @@
 """Rules of the model's shape, on any device."""
 
+import re
 from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, rule, rules_in
+from titan_moe.config.rules.rule import Problem, at_most, row, rule, rules_in
 from titan_moe.config.schema import counted
 
-
-@rule("the class is imported by this name", "model.class")
-def class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
-    module, _, name = recipe.model.class_.partition(":")
-    if not (all(part.isidentifier() for part in module.split(".")) and name.isidentifier()):
-        yield f'model.class = "{recipe.model.class_}" must read "package.module:Class"'
+ADDRESS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+"""`package.module:Class`."""
 
 
-@rule("the default class is described already", "model.table class")
-def table_is_of_a_class(recipe: Recipe, world_size: int) -> Iterator[str]:
-    m = recipe.model
-    if m.table and m.class_ == ModelConfig.class_:
-        yield f'model.table = "{m.table}" describes a model.class of your own, and the class is the default'
-
-
-@rule(
-    "tied embeddings are the weight of the head, whose deviation is init_std",
-    "model.embedding_init_std embeddings_are_tied",
+class_is_addressable = row(
+    "the class is imported by this name",
+    lambda r: not ADDRESS.fullmatch(r.model.class_),
+    '{model.class} must read "package.module:Class"',
 )
-def tied_embeddings_have_one_deviation(recipe: Recipe, world_size: int) -> Iterator[str]:
-    m = recipe.model
-    if m.embeddings_are_tied and m.embedding_init_std not in (ModelConfig.embedding_init_std, m.init_std):
-        yield (
-            f"model.embedding_init_std = {m.embedding_init_std:g} has no effect with model.embeddings_are_tied = true"
-        )
-
-
-@rule("tied embeddings are the weight of the head, which decays", "optim.embeddings_decay model.embeddings_are_tied")
-def tied_embeddings_decay(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.model.embeddings_are_tied and not recipe.optim.embeddings_decay:
-        yield "optim.embeddings_decay = false has no effect with model.embeddings_are_tied = true"
+table_is_of_a_class = row(
+    "the default class is described already",
+    lambda r: r.model.table and r.model.class_ == ModelConfig.class_,
+    "{model.table} describes a model.class of your own, and the class is the default",
+    "model.table class",
+)
+tied_embeddings_have_one_deviation = row(
+    "tied embeddings are the weight of the head, whose deviation is init_std",
+    lambda r: (
+        r.model.embeddings_are_tied
+        and r.model.embedding_init_std not in (ModelConfig.embedding_init_std, r.model.init_std)
+    ),
+    "{model.embedding_init_std} has no effect with {model.embeddings_are_tied}",
+)
+tied_embeddings_decay = row(
+    "tied embeddings are the weight of the head, which decays",
+    lambda r: r.model.embeddings_are_tied and not r.optim.embeddings_decay,
+    "{optim.embeddings_decay} has no effect with {model.embeddings_are_tied}",
+)
 
 
 @rule("a pattern of windowed and full layers has both", "model.attention.full_attention_every sliding_window")
@@ -60,11 +58,9 @@ def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Itera
         )
 
 
-@rule("the dense layers are the first layers of the model", "model.num_dense_layers num_layers")
-def dense_layers_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
-    m = recipe.model
-    if m.num_dense_layers > m.num_layers:
-        yield f"model.num_dense_layers = {m.num_dense_layers} exceeds model.num_layers = {m.num_layers}"
+dense_layers_fit = at_most(
+    "the dense layers are the first layers of the model", "model.num_dense_layers", "model.num_layers"
+)
 
 
 @rule(

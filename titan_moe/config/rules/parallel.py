@@ -8,17 +8,18 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node, ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe, expert_hidden_size
 from titan_moe.config.rules.perf import multiple_of_expert_rows
-from titan_moe.config.rules.rule import Problem, is_no_divisor, key_of_kernel, rule, rules_in
+from titan_moe.config.rules.rule import Problem, divides, is_no_divisor, key_of_kernel, row, rule, rules_in
 from titan_moe.config.schema import counted
 
 ALIGNED_WIDTH = 16
 """Elements of which a width is a multiple in a way out; grouped_mm needs it in fp8, and less in wider dtypes."""
 
 
-@rule("dense parameters are sharded over at least one rank", "parallel.dp_shard")
-def dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.parallel.dp_shard == 0:
-        yield "parallel.dp_shard = 0 is neither a number of ranks nor -1, for all that the other axes leave"
+dp_shard_is_a_size = row(
+    "dense parameters are sharded over at least one rank",
+    lambda r: r.parallel.dp_shard == 0,
+    "{parallel.dp_shard} is neither a number of ranks nor -1, for all that the other axes leave",
+)
 
 
 @rule("every rank has one place in the dense mesh", "parallel.pp dp_replicate dp_shard cp tp")
@@ -56,19 +57,15 @@ def _more_ranks(p: ParallelConfig, world_size: int) -> str:
     return f"--nproc {smallest_world(p)} or a multiple" if world_size < smallest_world(p) else ""
 
 
-@rule("each rank of an ep group holds the same number of experts", "parallel.ep model.moe.num_experts")
-def ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
-    ep, num_experts = recipe.parallel.ep, recipe.model.moe.num_experts
-    if num_experts > 0 and is_no_divisor(ep, num_experts):
-        yield Problem(f"parallel.ep = {ep} does not divide model.moe.num_experts = {num_experts}", steps=[ep])
-
-
-@rule("each rank of an etp group has an equal part of every expert", "parallel.etp model.moe.ffn_hidden_size")
-def etp_divides_expert_hidden_width(recipe: Recipe, world_size: int) -> Iterator[str]:
-    etp, hidden = recipe.parallel.etp, recipe.model.moe.ffn_hidden_size
-    if hidden > 0 and is_no_divisor(etp, hidden):
-        problem = f"parallel.etp = {etp} does not divide model.moe.ffn_hidden_size = {hidden}"
-        yield Problem(problem, steps=[multiple_of_expert_rows(recipe) * etp])
+ep_divides_experts = divides(
+    "each rank of an ep group holds the same number of experts", "parallel.ep", "model.moe.num_experts"
+)
+etp_divides_expert_hidden_width = row(
+    "each rank of an etp group has an equal part of every expert",
+    lambda r: is_no_divisor(r.parallel.etp, r.model.moe.ffn_hidden_size),
+    "{parallel.etp} does not divide {model.moe.ffn_hidden_size}",
+    steps=lambda r: [multiple_of_expert_rows(r) * r.parallel.etp],
+)
 
 
 @rule("ep and etp shard experts only", "parallel.ep etp model.num_dense_layers model.moe.num_experts")
@@ -79,31 +76,22 @@ def ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f"parallel.{axis} = {size} needs layers with experts, and this model has none"
 
 
-@rule("rows must reach experts on other ranks", "parallel.dispatcher ep")
-def ep_needs_a_dispatcher_that_moves_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if p.ep > 1 and not p.facts.moves_rows:
-        yield (
-            f'parallel.dispatcher = "{p.dispatcher}" moves no rows, but parallel.ep = {p.ep} spreads the experts over '
-            "ranks"
-        )
-
-
-@rule("an option without effect hides a mistake", "parallel.overlap dispatcher ep")
-def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if p.overlap != "none" and not p.facts.moves_rows:
-        yield (
-            f'parallel.overlap = "{p.overlap}" hides communication over ep, and parallel.dispatcher = "{p.dispatcher}" '
-            "has none"
-        )
-
-
-@rule("tile needs shared memory, microbatch needs asynchronous collectives", "parallel.overlap dispatcher")
-def dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if p.overlap != "none" and p.facts.moves_rows and p.overlap not in p.facts.overlaps:
-        yield f'parallel.overlap = "{p.overlap}" is not supported by parallel.dispatcher = "{p.dispatcher}"'
+ep_needs_a_dispatcher_that_moves_rows = row(
+    "rows must reach experts on other ranks",
+    lambda r: r.parallel.ep > 1 and not r.parallel.facts.moves_rows,
+    "{parallel.dispatcher} moves no rows, but {parallel.ep} spreads the experts over ranks",
+)
+overlap_has_communication = row(
+    "an option without effect hides a mistake",
+    lambda r: r.parallel.overlap != "none" and not r.parallel.facts.moves_rows,
+    "{parallel.overlap} hides communication over ep, and {parallel.dispatcher} has none",
+    "parallel.overlap dispatcher ep",
+)
+dispatcher_supports_overlap = row(
+    "tile needs shared memory, microbatch needs asynchronous collectives",
+    lambda r: r.parallel.facts.moves_rows and r.parallel.overlap not in ("none", *r.parallel.facts.overlaps),
+    "{parallel.overlap} is not supported by {parallel.dispatcher}",
+)
 
 
 @rule(
@@ -123,21 +111,16 @@ def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterato
         yield f"{setting} needs fused experts, which need {need}"
 
 
-@rule("the kernels of this dispatcher need GPUs", "parallel.dispatcher run.device")
-def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if p.facts.needs_cuda and recipe.run.device == "cpu":
-        yield f'parallel.dispatcher = "{p.dispatcher}" does not exist with run.device = "cpu"'
-
-
-@rule("a single rank has no peers", "parallel.dispatcher ep")
-def shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if p.facts.shares_memory and p.ep <= 1:
-        yield (
-            f'parallel.dispatcher = "{p.dispatcher}" shares memory between the ranks of an ep group, but parallel.ep = '
-            f"{p.ep} leaves one rank in each"
-        )
+dispatcher_has_its_device = row(
+    "the kernels of this dispatcher need GPUs",
+    lambda r: r.parallel.facts.needs_cuda and r.run.device == "cpu",
+    "{parallel.dispatcher} does not exist with {run.device}",
+)
+shared_memory_has_peers = row(
+    "a single rank has no peers",
+    lambda r: r.parallel.facts.shares_memory and r.parallel.ep <= 1,
+    "{parallel.dispatcher} shares memory between the ranks of an ep group, but {parallel.ep} leaves one rank in each",
+)
 
 
 @rule("GPUs share memory inside a node only", "parallel.ep etp dispatcher")

@@ -9,7 +9,7 @@ from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import step_can_be_captured
-from titan_moe.config.rules.rule import Problem, key_of_kernel, rule, rules_in
+from titan_moe.config.rules.rule import Problem, key_of_kernel, row, rule, rules_in
 from titan_moe.config.skew import obstacles_to_skew
 
 LARGEST_DENSE_MASK_GIB = 1
@@ -112,20 +112,16 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'precision.master = "fp64" has no optim.kind = "{kind}" with run.device = "cuda"'
 
 
-@rule(
+bf16_weights_are_rounded_stochastically = row(
     "rounded to the nearest bf16 number, an update below 1/512 of a weight is lost, which nearly all are",
-    "precision.master optim.kind",
+    lambda r: r.precision.master == "bf16" and not OPTIMIZERS[r.optim.kind].rounds_stochastically,
+    "{precision.master} needs stochastic rounding, which {optim.kind} has not",
 )
-def bf16_weights_are_rounded_stochastically(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.precision.master == "bf16" and not OPTIMIZERS[recipe.optim.kind].rounds_stochastically:
-        yield f'precision.master = "bf16" needs stochastic rounding, which optim.kind = "{recipe.optim.kind}" has not'
-
-
-@rule("this backend runs, or computes gradients, on GPUs only", "perf.attention run.device")
-def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
-    backend = recipe.perf.attention
-    if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
-        yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"'
+attention_backend_exists = row(
+    "this backend runs, or computes gradients, on GPUs only",
+    lambda r: r.run.device == "cpu" and r.perf.attention in ("cudnn", "efficient", "flex"),
+    "{perf.attention} does not exist with {run.device}",
+)
 
 
 @rule(
@@ -161,13 +157,12 @@ def _causes_of_masks(recipe: Recipe) -> list[str]:
     return [cause for cause, is_given in causes.items() if is_given]
 
 
-@rule(
+attention_is_deterministic = row(
     "cuDNN's backward sums in no fixed order, so PyTorch would use another backend",
+    lambda r: r.run.is_deterministic and r.perf.attention == "cudnn",
+    "{run.is_deterministic} excludes {perf.attention}",
     "perf.attention run.is_deterministic",
 )
-def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.run.is_deterministic and recipe.perf.attention == "cudnn":
-        yield 'run.is_deterministic = true excludes perf.attention = "cudnn"'
 
 
 @rule(
@@ -180,23 +175,22 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {breach.problem}'
 
 
-@rule("the kernels of FlexAttention sum in fp32", "perf.attention precision.compute")
-def flex_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
-        yield 'precision.compute = "fp64" has no perf.attention = "flex"'
-
-
-@rule("without experts nothing would be recomputed", "memory.recompute")
-def recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.memory.recompute == "experts" and recipe.model.num_moe_layers <= 0:
-        yield 'memory.recompute = "experts" needs layers with experts, and this model has none'
-
-
-@rule("without a router there is no selection to replace", "train.forced_load")
-def forced_load_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
-    train, name = recipe.train, recipe.train.forced_load
-    if train.forces_load and recipe.model.num_moe_layers <= 0:
-        yield f'train.forced_load = "{name}" needs layers with experts, and this model has none'
+flex_has_the_dtype = row(
+    "the kernels of FlexAttention sum in fp32",
+    lambda r: r.perf.attention == "flex" and r.precision.compute == "fp64",
+    "{precision.compute} has no {perf.attention}",
+    "perf.attention precision.compute",
+)
+recomputed_experts_exist = row(
+    "without experts nothing would be recomputed",
+    lambda r: r.memory.recompute == "experts" and r.model.num_moe_layers <= 0,
+    "{memory.recompute} needs layers with experts, and this model has none",
+)
+forced_load_needs_a_router = row(
+    "without a router there is no selection to replace",
+    lambda r: r.train.forces_load and r.model.num_moe_layers <= 0,
+    "{train.forced_load} needs layers with experts, and this model has none",
+)
 
 
 @rule(

@@ -6,7 +6,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_layout import parse_layout
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, rule, rules_in
+from titan_moe.config.rules.rule import Problem, row, rule, rules_in
 from titan_moe.config.schema import in_toml
 
 
@@ -19,11 +19,11 @@ def pipeline_options_need_pp(recipe: Recipe, world_size: int) -> Iterator[str]:
                 yield f"parallel.{key} = {in_toml(value)} needs a pipeline, but parallel.pp = 1"
 
 
-@rule("each schedule requires its number of stages on a rank", "parallel.vpp pp_schedule")
-def vpp_fits_the_schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, facts = recipe.parallel, SCHEDULES[recipe.parallel.pp_schedule]
-    if p.pp > 1 and not facts.min_vpp <= p.vpp <= facts.max_vpp:
-        yield f'parallel.vpp = {p.vpp} does not fit parallel.pp_schedule = "{p.pp_schedule}"'
+vpp_fits_the_schedule = row(
+    "each schedule requires its number of stages on a rank",
+    lambda r: r.parallel.pp > 1 and not SCHEDULES[r.parallel.pp_schedule].fits_vpp(r.parallel.vpp),
+    "{parallel.vpp} does not fit {parallel.pp_schedule}",
+)
 
 
 @rule("a stage without layers leaves more layers to the others", "parallel.vpp pp pp_schedule model.num_layers")
@@ -93,17 +93,15 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
         )
 
 
-@rule(
+interleaved_pipeline_has_pairs = row(
     "a pair waits for two inputs and sends both results at its end, so most orders of actions would deadlock",
+    lambda r: (
+        r.parallel.pp > 1 and r.parallel.overlap == "microbatch" and not SCHEDULES[r.parallel.pp_schedule].has_pairs
+    ),
+    "{parallel.overlap} runs a forward and a backward of a pipeline rank as a pair, but {parallel.pp_schedule} has no "
+    "pairs",
     "parallel.pp_schedule overlap",
 )
-def interleaved_pipeline_has_pairs(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if p.pp > 1 and p.overlap == "microbatch" and not SCHEDULES[p.pp_schedule].has_pairs:
-        yield (
-            'parallel.overlap = "microbatch" runs a forward and a backward of a pipeline rank as a pair, but '
-            f'parallel.pp_schedule = "{p.pp_schedule}" has no pairs'
-        )
 
 
 PIPELINE_RULES = rules_in(globals())

@@ -16,7 +16,7 @@ from titan_moe.config.gemms import (
 )
 from titan_moe.config.precision import PARTS, PrecisionConfig
 from titan_moe.config.recipe import Recipe, microbatch_tokens
-from titan_moe.config.rules.rule import Problem, rule, rules_in
+from titan_moe.config.rules.rule import Problem, row, rule, rules_in
 from titan_moe.config.schema import in_toml
 
 DEFAULTS = PrecisionConfig()
@@ -43,11 +43,11 @@ def options_of_formats_need_a_format(recipe: Recipe, world_size: int) -> Iterato
         yield f"{settings} needs a format, but the recipe has none"
 
 
-@rule("a model without such layers has nothing to round", "precision.experts")
-def formats_have_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.precision
-    if p.experts not in ("format", "compute") and recipe.model.num_moe_layers <= 0:
-        yield f'precision.experts = "{p.experts}" needs layers with experts, and this model has none'
+formats_have_experts = row(
+    "a model without such layers has nothing to round",
+    lambda r: r.precision.experts not in ("format", "compute") and r.model.num_moe_layers <= 0,
+    "{precision.experts} needs layers with experts, and this model has none",
+)
 
 
 @rule(

@@ -1,14 +1,23 @@
 """What a rule is, what a breach of it is, and the arithmetic that rules share."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.schema import in_toml, value_of
 
 Check = Callable[[Any, int], Iterator[str]]
 """Yields what is wrong, once for each breach, given a recipe and a number of ranks: key, value, rule. A `Problem` says
 more than a text."""
+
+Condition = Callable[[Recipe], object]
+"""Whether a recipe breaks a rule, or is one that it is for."""
+Steps = Callable[[Recipe], Sequence[int]]
+FIELD = re.compile(r"\{(=?)([\w.]+)\}")
+"""A field in a message."""
 
 
 class Problem(str):
@@ -24,7 +33,7 @@ class Problem(str):
         return problem
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Rule:
     """A constraint between fields of a recipe, with its reason. Ways out are not written: `config.ways_out` tries other
     values of the fields."""
@@ -51,17 +60,63 @@ class Breach(NamedTuple):
 
 
 def rule(why: str, fields: str) -> Callable[[Check], Rule]:
-    """Make a rule of a check, with its name. In `parallel.pp cp`, the second field is of the same section."""
+    """Make a rule of a check. In `parallel.pp cp`, the second field is of the same section."""
     dotted: list[str] = []
     for field in fields.split():
         dotted.append(field if "." in field else f"{dotted[-1].rpartition('.')[0]}.{field}")
     return lambda check: Rule(check.__name__, check, why, tuple(dotted))
 
 
+def row(
+    why: str, is_broken: Condition, says: str, fields: str = "", *, steps: Steps = lambda recipe: (), hint: str = ""
+) -> Rule:
+    """Make a rule of a condition and its message, as `said` takes it; its fields are those of the message."""
+
+    def check(recipe: Recipe, world_size: int) -> Iterator[str]:
+        if is_broken(recipe):
+            yield Problem(said(recipe, says), steps=steps(recipe), hint=hint)
+
+    check.__name__ = ""  # that of its variable, from `rules_in`
+    of_message = dict.fromkeys(name for bare, name in FIELD.findall(says) if not bare)
+    return rule(why, fields or " ".join(of_message))(check)
+
+
+def divides(why: str, divisor: str, number: str, applies: Condition = lambda recipe: True) -> Rule:
+    """Make a rule of a field that must divide another one."""
+    values = attrgetter(divisor, number)
+    return row(
+        why,
+        lambda recipe: applies(recipe) and is_no_divisor(*values(recipe)),
+        f"{{{divisor}}} does not divide {{{number}}}",
+        steps=lambda recipe: values(recipe)[:1],
+    )
+
+
+def at_most(why: str, smaller: str, larger: str, applies: Condition = lambda recipe: True) -> Rule:
+    """Make a rule of a field that may not exceed another one."""
+    small, large = attrgetter(smaller), attrgetter(larger)
+    says = f"{{{smaller}}} exceeds {{{larger}}}"
+    return row(why, lambda recipe: applies(recipe) and small(recipe) > large(recipe), says)
+
+
+def said(recipe: Recipe, text: str) -> str:
+    """Write out the fields of a message: `{parallel.ep}` as `parallel.ep = 6`, `{=parallel.ep}` as `6`."""
+
+    def written_out(found: re.Match[str]) -> str:
+        value = value_of(recipe, found[2])
+        shown = f"{value:g}" if isinstance(value, float) else in_toml(value)
+        return shown if found[1] else f"{found[2]} = {shown}"
+
+    return FIELD.sub(written_out, text)
+
+
 def rules_in(names: Mapping[str, object]) -> list[Rule]:
-    """The rules that a module defines, in order."""
-    rules = (value for value in names.values() if isinstance(value, Rule))
-    return [rule for rule in rules if rule.check.__module__ == names["__name__"]]
+    """The rules that a module defines, in order. Rows get the names of their variables."""
+    rules = {name: value for name, value in names.items() if isinstance(value, Rule)}
+    own = {n: rule for n, rule in rules.items() if not rule.name or rule.check.__module__ == names["__name__"]}
+    for name, found in own.items():
+        found.name = name
+    return list(own.values())
 
 
 def is_no_divisor(divisor: int, number: int) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, rule, rules_in
+from titan_moe.config.rules.rule import Problem, row, rule, rules_in
 from titan_moe.config.schema import in_toml
 
 BYTES_VOCABULARY = 256
@@ -11,10 +11,13 @@ PATHS = {"text": 'a glob of files, or "python-stdlib"', "tokens": "a glob of bin
 """Of a source, in words; of the others a hub name, a folder, or a file type beside `data.files`."""
 
 
-@rule("a run writes all of its files into this folder", "run.folder")
-def folder_is_named(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if not recipe.run.folder.strip():
-        yield 'run.folder = "" names no folder'
+def _reads_text(recipe: Recipe) -> bool:
+    return recipe.data.source in ("text", "datasets")
+
+
+folder_is_named = row(
+    "a run writes all of its files into this folder", lambda r: not r.run.folder.strip(), "{run.folder} names no folder"
+)
 
 
 @rule("only synthetic data needs no files", "data.source")
@@ -34,50 +37,46 @@ def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[
             yield f'data.{key} = {in_toml(getattr(d, key))} belongs to data.source = "datasets", not "{d.source}"'
 
 
-@rule("a larger id has no row in the embedding", "model.vocab_size")
-def bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
-    d, vocab_size = recipe.data, recipe.model.vocab_size
-    if d.source in ("text", "datasets") and d.tokenizer == "bytes" and vocab_size < BYTES_VOCABULARY:
-        problem = f'model.vocab_size = {vocab_size} is below the {BYTES_VOCABULARY} ids of data.tokenizer = "bytes"'
-        yield Problem(problem, steps=[BYTES_VOCABULARY])
-
-
-@rule("the tokenizer turns text into token ids", "data.tokenizer")
-def text_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.data.source in ("text", "datasets") and not recipe.data.tokenizer:
-        yield Problem('data.tokenizer = "" names no tokenizer', hint="a folder with a tokenizer.json")
-
-
-@rule("the length of a stream is unknown, so no fraction of it can be held out", "data.holdout_fraction is_streamed")
-def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
-    d = recipe.data
-    if d.source == "datasets" and d.is_streamed and d.holdout_fraction > 0:
-        yield f"data.holdout_fraction = {d.holdout_fraction:g} cannot be taken from data.is_streamed = true"
-
-
-@rule("synthetic data draws validation sequences of its own", "data.holdout_fraction source")
-def synthetic_data_holds_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
-    d = recipe.data
-    if d.source == "synthetic" and d.holdout_fraction > 0:
-        yield f'data.holdout_fraction = {d.holdout_fraction:g} has no effect with data.source = "synthetic"'
-
-
-@rule("validation needs text that training does not see", "data.holdout_fraction validation.every_steps")
-def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
-    d = recipe.data
-    holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction != 0
-    if recipe.validation.every_steps > 0 and not holds_out:
-        yield (
-            f"validation.every_steps = {recipe.validation.every_steps} needs documents that training does not see, but "
-            "data.holdout_fraction = 0"
-        )
-
-
-@rule("the tokenizer turns token ids into text", "metrics.sample_tokens data.tokenizer")
-def sample_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.metrics.sample_tokens > 0 and not recipe.data.tokenizer:
-        problem = f'metrics.sample_tokens = {recipe.metrics.sample_tokens} cannot be read with data.tokenizer = ""'
-        yield Problem(problem, hint="data.tokenizer of the ids")
+bytes_fit_the_vocabulary = row(
+    "a larger id has no row in the embedding",
+    lambda r: _reads_text(r) and r.data.tokenizer == "bytes" and r.model.vocab_size < BYTES_VOCABULARY,
+    f"{{model.vocab_size}} is below the {BYTES_VOCABULARY} ids of {{data.tokenizer}}",
+    "model.vocab_size",
+    steps=lambda r: [BYTES_VOCABULARY],
+)
+text_has_a_tokenizer = row(
+    "the tokenizer turns text into token ids",
+    lambda r: _reads_text(r) and not r.data.tokenizer,
+    "{data.tokenizer} names no tokenizer",
+    hint="a folder with a tokenizer.json",
+)
+streams_hold_out_no_share = row(
+    "the length of a stream is unknown, so no fraction of it can be held out",
+    lambda r: r.data.source == "datasets" and r.data.is_streamed and r.data.holdout_fraction > 0,
+    "{data.holdout_fraction} cannot be taken from {data.is_streamed}",
+)
+synthetic_data_holds_out_no_share = row(
+    "synthetic data draws validation sequences of its own",
+    lambda r: r.data.source == "synthetic" and r.data.holdout_fraction > 0,
+    "{data.holdout_fraction} has no effect with {data.source}",
+)
+validation_has_data = row(
+    "validation needs text that training does not see",
+    lambda r: (
+        r.validation.every_steps > 0
+        and r.data.source != "synthetic"
+        and not r.data.is_streamed
+        and r.data.holdout_fraction == 0
+    ),
+    "{validation.every_steps} needs documents that training does not see, but {data.holdout_fraction}",
+    "data.holdout_fraction validation.every_steps",
+)
+sample_has_a_tokenizer = row(
+    "the tokenizer turns token ids into text",
+    lambda r: r.metrics.sample_tokens > 0 and not r.data.tokenizer,
+    "{metrics.sample_tokens} cannot be read with {data.tokenizer}",
+    hint="data.tokenizer of the ids",
+)
 
 
 @rule("the model continues a held-out prompt", "metrics.sample_tokens data.source holdout_fraction")
@@ -89,10 +88,11 @@ def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f"metrics.sample_tokens = {num_tokens} needs held-out text, but data.holdout_fraction = 0"
 
 
-@rule("one complete checkpoint must remain while the next one is written", "checkpoint.keep_latest")
-def two_checkpoints_are_kept(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.checkpoint.keep_latest == 1:
-        yield "checkpoint.keep_latest = 1 is too few; 0 keeps all"
+two_checkpoints_are_kept = row(
+    "one complete checkpoint must remain while the next one is written",
+    lambda r: r.checkpoint.keep_latest == 1,
+    "{checkpoint.keep_latest} is too few; 0 keeps all",
+)
 
 
 @rule("a trace is written when its last step ends", "profile.start_step num_steps train.steps")

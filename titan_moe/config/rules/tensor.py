@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, heads_fit, is_no_divisor, rule, rules_in
+from titan_moe.config.rules.rule import Problem, divides, heads_fit, is_no_divisor, row, rule, rules_in
 
 
 @rule(
@@ -36,11 +36,9 @@ def tp_divides_widths(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield Problem(problem, steps=[tp])
 
 
-@rule("between layers each tp rank has an equal part of every sequence", "parallel.tp train.seq_len_tokens")
-def tp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
-    tp, num_tokens = recipe.parallel.tp, recipe.train.seq_len_tokens
-    if is_no_divisor(tp, num_tokens):
-        yield Problem(f"parallel.tp = {tp} does not divide train.seq_len_tokens = {num_tokens}", steps=[tp])
+tp_divides_sequences = divides(
+    "between layers each tp rank has an equal part of every sequence", "parallel.tp", "train.seq_len_tokens"
+)
 
 
 @rule(
@@ -63,11 +61,11 @@ def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield Problem(problem, steps=[num_shards])
 
 
-@rule("tensor parallelism does not support this setting yet", "parallel.tp model.class")
-def tp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
-    m, p = recipe.model, recipe.parallel
-    if p.tp > 1 and m.class_ != ModelConfig.class_:
-        yield f'parallel.tp = {p.tp} does not support model.class = "{m.class_}"'
+tp_supports_the_recipe = row(
+    "tensor parallelism does not support this setting yet",
+    lambda r: r.parallel.tp > 1 and r.model.class_ != ModelConfig.class_,
+    "{parallel.tp} does not support {model.class}",
+)
 
 
 @rule(

@@ -82,8 +82,11 @@ def _actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list
 def _entries_of(schedule: str, pp: int, vpp: int, num_microbatches: int, *, has_pairs: bool) -> list[list[Entry]]:
     """Every step asks for the same lists."""
     facts = SCHEDULES[schedule]
-    fits_vpp = facts.min_vpp <= vpp <= facts.max_vpp
-    if not fits_vpp or num_microbatches < facts.fewest_microbatches(pp) or (facts.rounds and num_microbatches % pp):
+    if (
+        not facts.fits_vpp(vpp)
+        or num_microbatches < facts.fewest_microbatches(pp)
+        or (facts.rounds and num_microbatches % pp)
+    ):
         raise ValueError(f"{schedule} does not fit pp = {pp}, vpp = {vpp} and {num_microbatches} microbatches")
     orders = [order_of(schedule, rank, pp, vpp, num_microbatches, has_pairs=has_pairs) for rank in range(pp)]
     return lay_out(orders, [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)])
