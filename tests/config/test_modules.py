@@ -11,7 +11,7 @@ import pytest
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig
-from titan_moe.config.modules import Module, default_modules, modules_of
+from titan_moe.config.modules import Module, Split, default_modules, modules_of
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.count import count_parameters, training_flops_per_token
@@ -54,9 +54,19 @@ def with_sinks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Module]
     yield Module("attention.sinks", "attention", layers, multiply_adds=1_000_000, **sizes)
 
 
+def with_splits(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Module]:
+    """Modules of one's own that say what tp divides, what FSDP divides beside it, and heads."""
+    yield from default_modules(model, parallel)
+    layers = range(model.num_layers)
+    width, columns = Split("ffn_hidden_size", 5), Split("moe.latent_size", 7)
+    yield Module("lens", "dense", layers, tp_split=width, fsdp_split=columns)
+    yield Module("sinks", "attention", layers, tp_split=Split("attention.num_sink_heads", 9))
+
+
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(table=with_sinks, no_rows=lambda *_: [1]))
+    mine = SimpleNamespace(table=with_sinks, splits=with_splits, no_rows=lambda *_: [1])
+    monkeypatch.setitem(sys.modules, "mine", mine)
     return "mine:table"
 
 
@@ -80,6 +90,23 @@ def test_an_added_module_is_in_all_counts(table: str) -> None:
         for it in (replace(each, parallel=ParallelConfig(pp=2)) for each in (plain, own))
     ]
     assert sizes[0][0] < sizes[1][0] == 7, "the last two layers take the most time"
+
+
+def test_an_added_module_is_split_by_the_rules_of_tp_and_cp(table: str) -> None:
+    def problems(*overrides: str) -> list[str]:
+        run = recipe("--model.table=mine:splits", "--train.global_batch_sequences=8", *overrides)
+        return [problem for problem in check_rules(run, 4) if "model.class" not in problem]
+
+    assert problems() == []
+    assert problems("--parallel.tp=2") == [
+        "parallel.tp = 2 does not divide model.attention.num_sink_heads = 9 (each tp rank computes whole heads, which "
+        "share a key/value head with the same number of others)",
+        "parallel.tp = 2 does not divide model.ffn_hidden_size = 5 (each tp rank has an equal part of this width)",
+        "dp_shard = 2 does not divide model.moe.latent_size = 7, which parallel.tp = 2 requires (FSDP shards the "
+        "columns of weights whose rows tp splits, in equal parts, over dp_shard * cp ranks)",
+    ]
+    (of_cp,) = problems("--parallel.cp=2")
+    assert of_cp.startswith("parallel.cp = 2 does not divide model.attention.num_sink_heads = 9 (with ulysses")
 
 
 def test_check_counts_by_the_table_of_a_class(table: str) -> None:

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
@@ -17,6 +17,25 @@ from titan_moe.config.precision import Part
 
 Region = Literal["embedding", "attention", "norms", "dense", "router", "experts", "shared", "latent", "head"]
 """What a module counts as. Most are regions of a trace too."""
+
+
+class Split(NamedTuple):
+    """A number of the model that ranks divide, each an equal part."""
+
+    key: str  # of its field, without `model.`
+    number: int
+    shared: int = 0  # of heads: those of keys and values, of which ranks have several or share one
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether each rank has whole heads."""
+        return self.key.endswith("heads")
+
+    def fits(self, num_ranks: int, num_before: int = 1) -> bool:
+        """Whether so many ranks can divide a part of it, which is that of one of `num_before` ranks."""
+        number, shared = self.number // num_before, max(self.shared // num_before, self.shared > 0)
+        are_shared = shared == 0 or shared % num_ranks == 0 or num_ranks % shared == 0
+        return number % num_ranks == 0 and are_shared
 
 
 @dataclass(frozen=True)
@@ -40,6 +59,8 @@ class Module:
     kept_as_codes: float = 0
     """Elements that it keeps beyond these if it keeps codes of its input, half an element each. Inputs that nothing
     else reads in backward are not kept then."""
+    tp_split: Split | None = None  # what tp divides; of heads, what `ulysses` divides too
+    fsdp_split: Split | None = None  # the other width of weights that tp divides, which FSDP does
     received: float = 0  # elements that a rank of cp receives from others in forward
     overlaps: bool = False  # whether it multiplies while it exchanges tokens, with `tp_comm_overlap`
 
@@ -96,14 +117,17 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     width, words, layers = model.hidden_size, model.vocab_size, range(model.num_layers)
     num_dense, tp = model.num_layers - model.num_moe_layers, max(p.tp, 1)
     attention = _gqa if model.attention.kind == "gqa" else _mla
-    yield _matrix("embedding", None, tp, "embed", (words, width), "inputs", part=None, multiply_adds=0)
+    vocabulary, columns = Split("vocab_size", words), Split("hidden_size", width)
+    splits: Any = {"part": None, "tp_split": vocabulary, "fsdp_split": columns}
+    yield _matrix("embedding", None, tp, "embed", (words, width), "inputs", multiply_adds=0, **splits)
     yield _vectors("norms", layers, "attention_norm", width, kept=2 * width)  # input and output
     yield from attention(model, layers, p)
     yield _vectors("norms", layers, "ffn_norm", width, kept=2 * width)
-    yield from _mlp("dense", layers[:num_dense], tp, "feed_forward", (width, model.ffn_hidden_size))
+    hidden = Split("ffn_hidden_size", model.ffn_hidden_size)
+    yield from _mlp("dense", layers[:num_dense], tp, "feed_forward", width, hidden)
     yield from _moe(model, layers[num_dense:], p)
     yield _vectors("norms", None, "norm", width)
-    head = _matrix("head", None, tp, "head", (width, words), "outputs", part=None)
+    head = _matrix("head", None, tp, "head", (width, words), "outputs", **splits)
     yield replace(head, parameters=0, own_parameters=0) if model.embeddings_are_tied else head
 
 
@@ -148,7 +172,10 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     yield _vectors("attention", layers, "attention.qk_norm_rope", 2 * a.head_dim if a.qk_norm else 0)
     exchanged = keys + 2 * queries if by_heads > 1 else 0
     received = (1 - 1 / by_heads) * exchanged + (cp // by_heads - 1) * keys
-    yield _core(layers, by_heads, 2 * queries, attended=queries + by_keys * keys, result=queries, received=received)
+    heads = Split("attention.num_heads", a.num_heads, a.num_kv_heads)
+    yield _core(
+        layers, by_heads, heads, 2 * queries, attended=queries + by_keys * keys, result=queries, received=received
+    )
     yield row("attention.out", (queries, width), "inputs", reads_alone=by_heads > 1)
 
 
@@ -166,34 +193,46 @@ def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     compressed = tp * rank + queries
     kept: Any = {"kept": compressed + (tp * width if tp > 1 and not rank else 0), "gradients": compressed}
     # without compression it reads what `kv_down` does, but for the tokens of other ranks
-    yield row("attention.q_up", (rank or width, queries), "outputs", copies=tp, reads_alone=tp > 1 or rank > 0, **kept)
+    yield row(
+        "attention.q_up",
+        (rank or width, queries),
+        "outputs",
+        copies=tp,
+        reads_alone=tp > 1 or rank > 0,
+        **kept,
+        fsdp_split=Split("attention.q_lora_rank", rank) if rank else None,
+    )
     size = tp * by_heads * projected
     yield row("attention.kv_down", (width, projected), reads_alone=True, kept=size, gradients=size)
     yield _vectors("attention", layers, "attention.kv_norm", latent)
     own, copies = (latent, values // (tp * by_heads)), tp * by_heads * by_keys
     size = copies * latent + by_keys * values
     kept = {"kept": size, "gradients": size, "copies": copies, "reads_alone": True, "overlaps": False}
-    yield row("attention.kv_up", (latent, values), "outputs", own_widths=own, **kept)
+    columns = Split("attention.kv_lora_rank", latent)
+    yield row("attention.kv_up", (latent, values), "outputs", own_widths=own, fsdp_split=columns, **kept)
     received = (1 - 1 / by_heads) * (queries + result) + (cp - 1) * tp * projected
-    yield _core(layers, by_heads, queries + result, attended=by_keys * queries, result=result, received=received)
+    heads = Split("attention.num_heads", a.num_heads)
+    yield _core(layers, by_heads, heads, queries + result, attended=by_keys * queries, result=result, received=received)
     yield row("attention.out", (result, width), "inputs", reads_alone=by_heads > 1)
 
 
-def _core(layers: range, by_heads: int, pair_width: int, *, attended: int, result: int, received: float) -> Module:
+def _core(
+    layers: range, by_heads: int, heads: Split, pair_width: int, *, attended: int, result: int, received: float
+) -> Module:
     """Attention without projections. `ulysses` keeps the result before and after its exchange."""
     kept, gradients = attended + (1 + (by_heads > 1)) * result, attended + result
-    sizes: Any = {"kept": kept, "gradients": gradients, "received": received}
+    sizes: Any = {"kept": kept, "gradients": gradients, "received": received, "tp_split": heads}
     return Module("attention", "attention", layers, pair_width=pair_width, **sizes)
 
 
-def _mlp(region: Region, layers: range, tp: int, path: str, widths: tuple[int, int]) -> Iterator[Module]:
+def _mlp(region: Region, layers: range, tp: int, path: str, width: int, split: Split) -> Iterator[Module]:
     """It keeps hidden states, and its gathered input over tp, beside which the router keeps its own part of that of
     shared experts. The activation is computed again."""
-    (width, hidden), is_dense, row = widths, region == "dense", partial(_matrix, region, layers, tp)
+    hidden, is_dense, row = split.number, region == "dense", partial(_matrix, region, layers, tp)
     kept: Any = {"kept": 2 * hidden + ((tp - is_dense) * width if tp > 1 else 0)}
     kept["gradients"] = 4 * hidden if is_dense else 0  # of hidden states and of activations, and the activations
     alone = tp > 1 or is_dense
-    yield row(f"{path}.gate_up", (width, 2 * hidden), "outputs", copies=tp, reads_alone=alone, **kept)
+    yield row(f"{path}.gate_up", (width, 2 * hidden), "outputs", copies=tp, reads_alone=alone, tp_split=split, **kept)
     yield row(f"{path}.down", (hidden, width), "inputs")
 
 
@@ -217,5 +256,6 @@ def _moe(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
         yield of_latent("feed_forward.latent_up", (row_width, width), reads_alone=True)
     if moe.shared_ffn_hidden_size:
         path, inner = "feed_forward.shared_experts", ".mlp" if moe.shared_expert_gate else ""
-        yield from _mlp("shared", layers, tp, path + inner, (width, moe.shared_ffn_hidden_size))
+        hidden_of_all = Split("moe.shared_ffn_hidden_size", moe.shared_ffn_hidden_size)
+        yield from _mlp("shared", layers, tp, path + inner, width, hidden_of_all)
         yield _vectors("shared", layers, f"{path}.gate", width if moe.shared_expert_gate else 0)

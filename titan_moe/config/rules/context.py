@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, heads_fit, is_no_divisor, row, rule, rules_in
+from titan_moe.config.rules.rule import Problem, in_words, is_no_divisor, row, rule, rules_in, splits_of
 
 HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM = 8, 256
 """Of the kernels of ring attention for GPUs."""
@@ -38,13 +38,11 @@ def cp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
     "parallel.cp cp_kind tp model.attention.num_heads num_kv_heads",
 )
 def cp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, a = recipe.parallel, recipe.model.attention
-    num_heads, num_kv_heads = (number // max(p.tp, 1) for number in (a.num_heads, a.num_kv_heads))
-    num_kv_heads = max(num_kv_heads, 1) if a.kind == "gqa" else num_heads
-    if p.cp > 1 and p.cp_kind == "ulysses" and not heads_fit(num_heads, num_kv_heads, p.cp):
-        shared = f" over {a.num_kv_heads} key/value heads" if a.kind == "gqa" else ""
-        of_tp = f" on {p.tp} tp ranks" if p.tp > 1 else ""
-        yield f"parallel.cp = {p.cp} does not divide model.attention.num_heads = {a.num_heads}{shared}{of_tp}"
+    p, tp = recipe.parallel, max(recipe.parallel.tp, 1)
+    for split in splits_of(recipe, p.cp) if p.cp_kind == "ulysses" else ():
+        if split.is_of_heads and not split.fits(p.cp, tp):
+            of_tp = f" on {p.tp} tp ranks" if p.tp > 1 else ""
+            yield f"parallel.cp = {p.cp} does not divide {in_words(split)}{of_tp}"
 
 
 cp_supports_the_recipe = row(

@@ -1,11 +1,12 @@
 """What a rule is, what a breach of it is, and the arithmetic that rules share."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from titan_moe.config.modules import Split, modules_of
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import in_toml, value_of
 
@@ -124,10 +125,16 @@ def is_no_divisor(divisor: int, number: int) -> bool:
     return divisor > 0 and number % divisor != 0
 
 
-def heads_fit(num_heads: int, num_kv_heads: int, num_ranks: int) -> bool:
-    """Whether heads divide by ranks, and key/value heads by ranks or ranks by them."""
-    shares = num_kv_heads < 1 or num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
-    return num_heads % num_ranks == 0 and shares
+def splits_of(recipe: Recipe, num_ranks: int, name: Literal["tp_split", "fsdp_split"] = "tp_split") -> Iterable[Split]:
+    """What so many ranks divide of a model's modules, each once; nothing for one rank."""
+    rows = modules_of(recipe.model, recipe.parallel) if num_ranks > 1 else ()
+    return dict.fromkeys(split for row in rows if row.number and (split := getattr(row, name)))
+
+
+def in_words(split: Split) -> str:
+    """`model.attention.num_heads = 12 over 6 key/value heads`."""
+    shared = f" over {split.shared} key/value heads" if split.shared else ""
+    return f"model.{split.key} = {split.number}{shared}"
 
 
 def key_of_kernel(recipe: Recipe, operation: str) -> str:

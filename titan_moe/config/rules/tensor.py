@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, divides, heads_fit, is_no_divisor, row, rule, rules_in
+from titan_moe.config.rules.rule import Problem, divides, in_words, is_no_divisor, row, rule, rules_in, splits_of
 
 
 @rule(
@@ -13,27 +13,19 @@ from titan_moe.config.rules.rule import Problem, divides, heads_fit, is_no_divis
     "parallel.tp model.attention.num_heads num_kv_heads",
 )
 def tp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
-    a, tp = recipe.model.attention, recipe.parallel.tp
-    if tp > 0 and not heads_fit(a.num_heads, a.num_kv_heads if a.kind == "gqa" else a.num_heads, tp):
-        shared = f" over {a.num_kv_heads} key/value heads" if a.kind == "gqa" else ""
-        yield f"parallel.tp = {tp} does not divide model.attention.num_heads = {a.num_heads}{shared}"
+    tp = recipe.parallel.tp
+    for split in splits_of(recipe, tp):
+        if split.is_of_heads and not split.fits(tp):
+            yield f"parallel.tp = {tp} does not divide {in_words(split)}"
 
 
-@rule(
-    "each tp rank has an equal part of this width",
-    "parallel.tp model.vocab_size ffn_hidden_size model.moe.shared_ffn_hidden_size",
-)
+@rule("each tp rank has an equal part of this width", "parallel.tp")
 def tp_divides_widths(recipe: Recipe, world_size: int) -> Iterator[str]:
-    m, tp = recipe.model, recipe.parallel.tp
-    widths = {"vocab_size": m.vocab_size}
-    if m.num_layers > m.num_moe_layers:
-        widths["ffn_hidden_size"] = m.ffn_hidden_size
-    if m.num_moe_layers > 0:
-        widths["moe.shared_ffn_hidden_size"] = m.moe.shared_ffn_hidden_size
-    for key, width in widths.items():
-        if width > 0 and is_no_divisor(tp, width):
-            problem = f"parallel.tp = {tp} does not divide model.{key} = {width}"
-            yield Problem(problem, steps=[tp])
+    tp = recipe.parallel.tp
+    for split in splits_of(recipe, tp):
+        if not (split.is_of_heads or split.fits(tp)):
+            problem = f"parallel.tp = {tp} does not divide {in_words(split)}"
+            yield Problem(problem, "parallel.tp", f"model.{split.key}", steps=[tp])
 
 
 tp_divides_sequences = divides(
@@ -43,22 +35,20 @@ tp_divides_sequences = divides(
 
 @rule(
     "FSDP shards the columns of weights whose rows tp splits, in equal parts, over dp_shard * cp ranks",
-    "parallel.dp_replicate tp cp model.hidden_size model.attention.q_lora_rank kv_lora_rank",
+    "parallel.dp_replicate tp cp",
 )
 def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, m = recipe.parallel, recipe.model
+    p = recipe.parallel
     others = max(p.pp * p.dp_replicate * p.cp * p.tp, 1)
     dp_shard = max(world_size // others, 1) if p.dp_shard == -1 else p.dp_shard
     axes, num_shards = ("dp_shard", dp_shard) if p.cp == 1 else ("dp_shard * cp", dp_shard * p.cp)
-    widths = {"hidden_size": m.hidden_size}
-    if m.attention.kind == "mla":
-        widths |= {"attention.q_lora_rank": m.attention.q_lora_rank, "attention.kv_lora_rank": m.attention.kv_lora_rank}
-    for key, width in widths.items():
-        if p.tp > 1 and is_no_divisor(num_shards, width):
+    for key, width, _ in splits_of(recipe, p.tp, "fsdp_split"):
+        if is_no_divisor(num_shards, width):
             problem = (
                 f"{axes} = {num_shards} does not divide model.{key} = {width}, which parallel.tp = {p.tp} requires"
             )
-            yield Problem(problem, steps=[num_shards])
+            fields = ("parallel.dp_replicate", "parallel.tp", "parallel.cp", f"model.{key}")
+            yield Problem(problem, *fields, steps=[num_shards])
 
 
 tp_supports_the_recipe = row(
