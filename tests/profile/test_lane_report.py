@@ -4,7 +4,7 @@ import re
 from xml.etree import ElementTree
 
 from titan_moe.plan.pipeline.action import Action, Pair
-from titan_moe.plan.pipeline.schedules import actions_of, paired_actions_of
+from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import Run, Simulation, Times, simulate
 from titan_moe.profile.lane_chart import COLOURS, LANE, LEFT, RIGHT, draw_lanes
 from titan_moe.profile.lane_report import describe_lanes
@@ -57,7 +57,9 @@ def test_lanes_of_pairs_are_one_above_the_other() -> None:
 
 
 def test_pipeline_section_has_the_times_of_pairs() -> None:
-    lanes = simulate(paired_actions_of("dualpipev", 1, 2, 3), Times.unit(2)._replace(pairs={(0, 1): 2.0, (1, 0): 2.5}))
+    lanes = simulate(
+        actions_of("dualpipev", 1, 2, 3, has_pairs=True), Times.unit(2)._replace(pairs={(0, 1): 2.0, (1, 0): 2.5})
+    )
     rows = re.findall(r"<tr>(<td>.*?)</tr>", describe_lanes(lanes, lanes))
     of_rank, *_, first, second = (re.findall("<td>(.*?)</td>", row) for row in rows)
     assert of_rank[:2] == ["0", "0, 1"]

@@ -20,9 +20,9 @@ from titan_moe.plan.cost import memory
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline import weight_grads
-from titan_moe.plan.pipeline.action import Entry
+from titan_moe.plan.pipeline.action import Action, Pair
 from titan_moe.plan.pipeline.parts import Part, parts_of
-from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.plan.pipeline.schedules import actions_of_recipe
 from titan_moe.plan.pipeline.slabs import ArenaSlabs, arena_slabs
 from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of
 
@@ -111,9 +111,9 @@ class Resolved:
         return [stage for stage, of_stage in enumerate(self.ranks) if of_stage == rank]
 
     @cached_property
-    def entries(self) -> list[list[Entry]]:
+    def actions(self) -> list[list[Action | Pair]]:
         """The lists of actions of all pipeline ranks."""
-        return entries_of(self.recipe.parallel, self.num_microbatches)
+        return actions_of_recipe(self.recipe.parallel, self.num_microbatches)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

@@ -4,7 +4,7 @@ two of a pair are one above the other."""
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from titan_moe.plan.pipeline.action import Action, halves
+from titan_moe.plan.pipeline.action import Action, actions_in
 from titan_moe.plan.pipeline.simulation import Run, Simulation
 from titan_moe.profile.chart import WIDTH
 
@@ -31,7 +31,7 @@ def draw_lanes(panels: Mapping[str, Simulation], unit: str = "ms") -> str:
         parts += _panel(title, lanes, top, unit if number == 0 else "")
         top += TITLE + len(lanes.runs) * (LANE + GAP) + FOOT
     every = (run for lanes in panels.values() for runs in lanes.runs for run in runs)
-    kinds = {half.kind for run in every for half in halves(run.action)}
+    kinds = {action.kind for run in every for action in actions_in(run.action)}
     parts += _legend([kind for kind in COLOURS if kind in kinds])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" font-family="sans-serif" '
@@ -54,9 +54,9 @@ def _panel(title: str, lanes: Simulation, top: float, unit: str) -> Iterator[str
         y = top + TITLE + rank * (LANE + GAP)
         yield f'<text x="{LEFT - 6}" y="{y + 15:.0f}" text-anchor="end">rank {rank}</text>'
         yield f'<rect x="{LEFT}" y="{y:.0f}" width="{RIGHT - LEFT}" height="{LANE}" fill="#eee"/>'
-        stages = sorted({half.stage for run in runs for half in halves(run.action)})
+        stages = sorted({action.stage for run in runs for action in actions_in(run.action)})
         for run in runs:
-            actions = halves(run.action) if run.end > run.start else ()
+            actions = actions_in(run.action) if run.end > run.start else ()
             height = LANE / max(len(actions), 1)
             for number, action in enumerate(actions):
                 top_of_box = y + number * height

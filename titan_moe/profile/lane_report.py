@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from titan_moe.plan.pipeline.action import halves
+from titan_moe.plan.pipeline.action import actions_in
 from titan_moe.plan.pipeline.simulation import Simulation
 from titan_moe.profile.lane_chart import draw_lanes
 from titan_moe.profile.lanes import mean_times, shares_of, with_mean_times
@@ -39,7 +39,7 @@ def _ranks(lanes: Simulation) -> str:
     rows = []
     for rank, runs in enumerate(lanes.runs):
         shares = shares_of(lanes, rank)
-        held = {half.stage for run in runs for half in halves(run.action)}
+        held = {action.stage for run in runs for action in actions_in(run.action)}
         stages = ", ".join(str(stage) for stage in sorted(held))
         rows.append((str(rank), stages, *map(_percent, shares), _percent(1 - shares.busy)))
     return table(header, rows)
@@ -57,7 +57,7 @@ def _stages(lanes: Simulation) -> str:
 
 
 def _pairs(pairs: Mapping[tuple[int, int], float]) -> str:
-    """The times of pairs, to be compared with those of their halves alone."""
+    """The times of pairs, to be compared with those of their actions alone."""
     header = ("forward of stage", "beside backward of stage", "both ms")
     return table(header, [(*map(str, stages), f"{time:.3f}") for stages, time in sorted(pairs.items())])
 

@@ -12,7 +12,7 @@ from operator import itemgetter
 from statistics import mean
 from typing import NamedTuple, get_args
 
-from titan_moe.plan.pipeline.action import Action, Entry, Kind, Pair, halves
+from titan_moe.plan.pipeline.action import Action, Kind, Pair, actions_in
 from titan_moe.plan.pipeline.simulation import Run, Simulation, Times, simulate
 from titan_moe.profile.attribution import PYTORCH_RANGES, HostEvent
 from titan_moe.profile.region import ACTION_PREFIX, ACTIONS_OF_A_PAIR
@@ -60,8 +60,8 @@ def read_lanes(timelines: Sequence[Timeline], *, clocks_agree: bool) -> Simulati
 
 def shares_of(lanes: Simulation, rank: int) -> Shares:
     """The shares of a rank."""
-    rank_of = {half.stage: run.rank for runs in lanes.runs for run in runs for half in halves(run.action)}
-    ends = {half: run.end for runs in lanes.runs for run in runs for half in halves(run.action)}
+    rank_of = {action.stage: run.rank for runs in lanes.runs for run in runs for action in actions_in(run.action)}
+    ends = {action: run.end for runs in lanes.runs for run in runs for action in actions_in(run.action)}
     times = dict.fromkeys(Shares._fields, 0.0)
     now = 0.0
     for run in lanes.runs[rank]:
@@ -108,7 +108,7 @@ def with_mean_times(lanes: Simulation) -> Simulation:
     return simulate(_actions(lanes.runs), Times(of("forward"), inputs, weight, pairs))
 
 
-def _last_step(timeline: Timeline) -> tuple[float, list[tuple[Entry, float, float]]]:
+def _last_step(timeline: Timeline) -> tuple[float, list[tuple[Action | Pair, float, float]]]:
     """When the host began the last step that has actions, and their times. Steps that CUDA graphs record or replay have
     none; a launched one is beside them."""
     spans = [*timeline.spans, *timeline.named_by]
@@ -134,7 +134,7 @@ def _steps(pipeline: Sequence[HostEvent]) -> Iterator[list[HostEvent]]:
         yield step
 
 
-def _runs_of_cpu(ranges: Sequence[HostEvent]) -> Iterator[tuple[Entry, float, float]]:
+def _runs_of_cpu(ranges: Sequence[HostEvent]) -> Iterator[tuple[Action | Pair, float, float]]:
     for index, event in enumerate(ranges):
         if action := _computation(event):
             start_us = event.start_us
@@ -145,7 +145,7 @@ def _runs_of_cpu(ranges: Sequence[HostEvent]) -> Iterator[tuple[Entry, float, fl
             yield action, start_us, event.stop_us
 
 
-def _runs_of_gpu(ranges: Sequence[HostEvent], spans: Sequence[Span]) -> Iterator[tuple[Entry, float, float]]:
+def _runs_of_gpu(ranges: Sequence[HostEvent], spans: Sequence[Span]) -> Iterator[tuple[Action | Pair, float, float]]:
     copies = set(PYTORCH_RANGES.values())
     computing = (span for span in spans if not span.is_communication and span.part not in copies)
     by_launch = [(span.launched_us, span) for span in computing if span.launched_us is not None]
@@ -160,7 +160,7 @@ def _runs_of_gpu(ranges: Sequence[HostEvent], spans: Sequence[Span]) -> Iterator
             yield action, start_us, now_us
 
 
-def _computation(event: HostEvent) -> Entry | None:
+def _computation(event: HostEvent) -> Action | Pair | None:
     """The action or the pair of a range; None for a message or a wait."""
     if not event.name.startswith(ACTION_PREFIX):
         return None
@@ -173,15 +173,15 @@ def _computation(event: HostEvent) -> Entry | None:
     return None if actions[0].is_message else actions[0]
 
 
-def _actions(lanes: Sequence[Sequence[Run]]) -> list[list[Entry]]:
+def _actions(lanes: Sequence[Sequence[Run]]) -> list[list[Action | Pair]]:
     return [[run.action for run in runs] for runs in lanes]
 
 
-def _awaited(entry: Entry, rank_of: dict[int, int], ends: dict[Action, float]) -> str:
+def _awaited(action: Action | Pair, rank_of: dict[int, int], ends: dict[Action, float]) -> str:
     """The share that a gap before an action counts for; before a pair, that of the input which was made last."""
-    if isinstance(entry, Action):
-        return _awaited_input(entry, rank_of)
-    return _awaited_input(max(entry, key=lambda half: max(ends.get(made, 0.0) for made in _inputs(half))), rank_of)
+    if isinstance(action, Action):
+        return _awaited_input(action, rank_of)
+    return _awaited_input(max(action, key=lambda one: max(ends.get(made, 0.0) for made in _inputs(one))), rank_of)
 
 
 def _inputs(action: Action) -> list[Action]:

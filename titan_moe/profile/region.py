@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from titan_moe.plan.pipeline.action import Entry, halves
+from titan_moe.plan.pipeline.action import Action, Pair, actions_in
 
 PREFIX = "titan_moe/"
 """Prefix of these ranges in a trace."""
@@ -42,8 +42,10 @@ def in_region(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return wrapper
 
 
-def action_region(entry: Entry) -> AbstractContextManager[Any]:
+def action_region(action: Action | Pair) -> AbstractContextManager[Any]:
     """Mark an action of a pipeline rank, or a pair, for its lane in the report. Parts inside keep their names."""
     if not torch.autograd._profiler_enabled():
         return nullcontext()
-    return record_function(ACTION_PREFIX + ACTIONS_OF_A_PAIR.join(" ".join(map(str, half)) for half in halves(entry)))
+    return record_function(
+        ACTION_PREFIX + ACTIONS_OF_A_PAIR.join(" ".join(map(str, one)) for one in actions_in(action))
+    )

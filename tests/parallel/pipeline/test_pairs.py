@@ -26,7 +26,7 @@ from titan_moe.parallel.microbatch_run import MicrobatchRun
 from titan_moe.parallel.pipeline.forward_backward import StepRun
 from titan_moe.parallel.pipeline.messages import Messages, Received
 from titan_moe.plan.pipeline.action import Pair
-from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.plan.pipeline.schedules import actions_of_recipe
 from titan_moe.plan.pipeline.simulation import max_held
 from titan_moe.training.build import assemble
 from titan_moe.training.evaluate import validation_loss
@@ -105,7 +105,7 @@ def watch(recipe: Recipe) -> list[list[bool]]:
 def test_pairs_hide_every_exchange(ranks: Any, schedule: str, dispatcher: str) -> None:
     recipe = recipe_of(replace(SCHEDULES[schedule], dispatcher=dispatcher))
     assert check_rules(recipe, 4) == []
-    lists = entries_of(recipe.parallel, NUM_MICROBATCHES)
+    lists = actions_of_recipe(recipe.parallel, NUM_MICROBATCHES)
     for rank, are_hidden in enumerate(ranks(4, watch, recipe)):
         assert len(are_hidden) == sum(isinstance(entry, Pair) for entry in lists[rank // 2]) > 0
         for of_pair in are_hidden:
@@ -269,7 +269,9 @@ def test_pairs_delay_weight_gradients_of_experts_in_triton(ranks: Any, schedule:
     as fill the pipeline: each rank has three pairs and more."""
     perf = replace(GROUPED_MM, override=KernelOverrides(experts="fused"))
     recipe = recipe_of(SCHEDULES[schedule], num_microbatches=4, perf=perf)
-    assert all(sum(isinstance(entry, Pair) for entry in entries) >= 3 for entries in entries_of(recipe.parallel, 4))
+    assert all(
+        sum(isinstance(entry, Pair) for entry in entries) >= 3 for entries in actions_of_recipe(recipe.parallel, 4)
+    )
     for plain, paired in ranks(4, learn_both_ways, recipe, 1):
         assert paired[0] == plain[0]
         assert all(torch.equal(a, b) for a, b in zip(paired[1], plain[1], strict=True))
@@ -297,7 +299,7 @@ def test_pairs_keep_no_more_than_the_schedule(ranks: Any, schedule: str) -> None
     for rank, held in enumerate(ranks(4, peaks, recipe)):
         number = {}
         for way in WAYS:
-            entries = entries_of(replace(recipe.parallel, overlap=way), NUM_MICROBATCHES)[rank // 2]
+            entries = actions_of_recipe(replace(recipe.parallel, overlap=way), NUM_MICROBATCHES)[rank // 2]
             number[way] = max_held(entries, dict.fromkeys(range(4), 1.0))
         assert held["microbatch"] < 1.15 * held["none"] * number["microbatch"] / number["none"]
         assert schedule != "dualpipev" or number["microbatch"] == number["none"]

@@ -23,8 +23,8 @@ from titan_moe.parallel.pipeline import forward_backward
 from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.parallel.pipeline.rehearsal import Rehearsals, StandIns, first_microbatches, unchanged
 from titan_moe.plan.pipeline.action import flat
-from titan_moe.plan.pipeline.orders import PHASES_WITH_PAIRS
-from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.plan.pipeline.orders import ORDERS_WITH_PAIRS
+from titan_moe.plan.pipeline.schedules import actions_of_recipe
 from titan_moe.plan.resolved import Resolved
 from titan_moe.profile import compile_trace
 from titan_moe.training.step_runner import StepRunner
@@ -161,11 +161,11 @@ def test_rehearsal_is_due_where_something_compiles_and_for_each_new_size() -> No
 
 
 @pytest.mark.parametrize(
-    ("schedule", "overlap"), [*product(SCHEDULES, ["none"]), *product(PHASES_WITH_PAIRS, ["microbatch"])]
+    ("schedule", "overlap"), [*product(SCHEDULES, ["none"]), *product(ORDERS_WITH_PAIRS, ["microbatch"])]
 )
 def test_rehearsal_has_two_microbatches_of_every_stage_in_the_schedules_order(schedule: str, overlap: Any) -> None:
     parallel = replace(SCHEDULES[schedule], pp=4, overlap=overlap)
-    for entries in entries_of(parallel, 8):
+    for entries in actions_of_recipe(parallel, 8):
         rehearsed = first_microbatches(entries)
         assert rehearsed == [action for action in flat(entries) if action.microbatch in (0, 1)]
         for kinds in (("forward",), ("backward", "backward_input")):

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import schedules as theirs
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
-from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
-from titan_moe.plan.pipeline.orders import PHASES, PHASES_WITH_PAIRS, order_of
-from titan_moe.plan.pipeline.schedules import actions_of, entries_of, lay_out, paired_actions_of
+from titan_moe.plan.pipeline.action import Action, Pair, actions_in, flat
+from titan_moe.plan.pipeline.orders import ORDERS, ORDERS_WITH_PAIRS, order_of
+from titan_moe.plan.pipeline.schedules import actions_of, actions_of_recipe, lay_out
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
 README = Path(__file__).parents[3] / "titan_moe" / "plan" / "pipeline" / "README.md"
@@ -58,15 +58,15 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def lists_of(case: Case) -> list[list[list[Any]]]:
     """The lists of all ranks, both ways: without and with pairs."""
-    return [actions_of(*case), *([paired_actions_of(*case)] if case in PAIRED_CASES else [])]
+    return [actions_of(*case), *([actions_of(*case, has_pairs=True)] if case in PAIRED_CASES else [])]
 
 
 def compute(actions: list[Action]) -> list[Action]:
     return [action for action in actions if action.kind.startswith(("forward", "backward"))]
 
 
-def units_of(entries: list[Entry]) -> list[Unit]:
-    return [unit for unit in map(halves, entries) if unit[0].kind.startswith(("forward", "backward"))]
+def units_of(entries: list[Action | Pair]) -> list[Unit]:
+    return [unit for unit in map(actions_in, entries) if unit[0].kind.startswith(("forward", "backward"))]
 
 
 def torch_units(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Unit]]:
@@ -183,7 +183,7 @@ def count_messages(lists: list[list[Any]], rank_of: list[int]) -> int:
             if at[rank] == len(lists[rank]):
                 continue
             entry = lists[rank][at[rank]]
-            kind, stage, microbatch = action = halves(entry)[0]
+            kind, stage, microbatch = action = actions_in(entry)[0]
             if kind.startswith("send"):
                 way = 1 if kind == "send_activation" else -1
                 receive = Action(kind.replace("send", "receive"), stage + way, microbatch)  # type: ignore[arg-type]
@@ -195,8 +195,10 @@ def count_messages(lists: list[list[Any]], rank_of: list[int]) -> int:
                     at[rank], at[peer] = at[rank] + 1, at[peer] + 1
                     num_messages += 1
             elif not kind.startswith("receive"):
-                assert all(inputs_are_here(half, rank_of, done) for half in halves(entry)), f"{entry} before its inputs"
-                done |= set(halves(entry))
+                assert all(inputs_are_here(half, rank_of, done) for half in actions_in(entry)), (
+                    f"{entry} before its inputs"
+                )
+                done |= set(actions_in(entry))
                 at[rank] += 1
         assert at != before, f"deadlock: {[lists[rank][at[rank] : at[rank] + 1] for rank in range(pp)]}"
     return num_messages
@@ -258,7 +260,7 @@ def test_zbv_waits_only_before_the_first_and_after_the_last(pp: int) -> None:
 
 def test_dualpipev_has_a_forward_beside_a_backward() -> None:
     pp, num_microbatches = 4, 20
-    for rank, entries in enumerate(paired_actions_of("dualpipev", pp, 2, num_microbatches)):
+    for rank, entries in enumerate(actions_of("dualpipev", pp, 2, num_microbatches, has_pairs=True)):
         pairs = [entry for entry in entries if isinstance(entry, Pair)]
         steady, after = 2 * (num_microbatches - 2 * pp + rank + 1), pp - rank - 1
         assert len(pairs) >= steady + after - 1, "all of the middle; the last rank splits the first pair"
@@ -274,7 +276,7 @@ LOOPS = [case for case in PAIRED_CASES if not SCHEDULES[case[0]].is_v]
 def test_every_forward_after_the_warm_up_of_a_loop_is_in_a_pair(case: Case) -> None:
     """Of other microbatches, and at the time of the schedule without pairs, of which backwards have the order."""
     _, pp, vpp, num_microbatches = case
-    plain, paired = actions_of(*case), paired_actions_of(*case)
+    plain, paired = actions_of(*case), actions_of(*case, has_pairs=True)
     for rank, entries in enumerate(paired):
         units = units_of(entries)
         warm_up = min((vpp - 1) * pp + 2 * (pp - rank - 1) + 1, vpp * num_microbatches)
@@ -318,22 +320,24 @@ def test_a_loop_cannot_have_pairs_with_one_forward_less_ahead(case: Case) -> Non
 def test_schedules_with_pairs_have_them(case: Case) -> None:
     if case not in PAIRED_CASES:
         with pytest.raises(KeyError):
-            paired_actions_of(*case)
+            actions_of(*case, has_pairs=True)
     elif case[3] >= 2 * case[1]:
-        assert all(any(isinstance(entry, Pair) for entry in of_rank) for of_rank in paired_actions_of(*case))
+        assert all(any(isinstance(entry, Pair) for entry in of_rank) for of_rank in actions_of(*case, has_pairs=True))
 
 
 @pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("interleaved_1f1b", 2), ("dualpipev", 2)])
 def test_pairs_are_those_of_recipes_that_interleave_microbatches(schedule: Any, vpp: int) -> None:
     parallel = ParallelConfig(pp=2, vpp=vpp, pp_schedule=schedule)
-    assert entries_of(parallel, 6) == actions_of(schedule, 2, vpp, 6)
-    assert entries_of(replace(parallel, overlap="microbatch"), 6) == paired_actions_of(schedule, 2, vpp, 6)
+    assert actions_of_recipe(parallel, 6) == actions_of(schedule, 2, vpp, 6)
+    assert actions_of_recipe(replace(parallel, overlap="microbatch"), 6) == actions_of(
+        schedule, 2, vpp, 6, has_pairs=True
+    )
 
 
 def test_every_schedule_of_recipes_has_facts_and_an_order() -> None:
     names = get_args(get_type_hints(ParallelConfig)["pp_schedule"])
-    assert list(names) == list(SCHEDULES) == list(PHASES) == list(TORCH)
-    assert list(PHASES_WITH_PAIRS) == [name for name, facts in SCHEDULES.items() if facts.has_pairs]
+    assert list(names) == list(SCHEDULES) == list(ORDERS) == list(TORCH)
+    assert list(ORDERS_WITH_PAIRS) == [name for name, facts in SCHEDULES.items() if facts.has_pairs]
 
 
 def test_the_example_of_the_readme_runs() -> None:

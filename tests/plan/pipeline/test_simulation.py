@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from titan_moe.plan.pipeline.action import Action, Pair
-from titan_moe.plan.pipeline.schedules import actions_of, paired_actions_of
+from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import Times, max_held, simulate
 
 
@@ -90,7 +90,7 @@ def test_simulation_of_pairs_takes_as_long_as_of_their_halves(case: Any, more_in
     """And the gain of pairs that hide communication is no bubble."""
     _, pp, vpp, _ = case
     sizes = dict.fromkeys(range(pp * vpp), 1 / vpp)
-    lists, times = [actions_of(*case), paired_actions_of(*case)], Times.unit(pp * vpp)
+    lists, times = [actions_of(*case), actions_of(*case, has_pairs=True)], Times.unit(pp * vpp)
     plain, paired = (simulate(of_ranks, times) for of_ranks in lists)
     assert paired.makespan == plain.makespan and paired.bubble_share == pytest.approx(plain.bubble_share)
     held = [[max_held(of_rank, sizes) for of_rank in of_ranks] for of_ranks in lists]

@@ -16,8 +16,8 @@ def check_one_schedule(resolved: Resolved, device: torch.device) -> None:
 
     Raises: RuntimeError that names the ranks with another layout or schedule than the first one's.
     """
-    entries = resolved.entries if resolved.sizes.pp > 1 else []
-    schedule = [[tuple(entry) for entry in of_rank] for of_rank in entries]
+    listed = resolved.actions if resolved.sizes.pp > 1 else []
+    schedule = [[tuple(action) for action in actions] for actions in listed]
     compared = resolved.sizes, resolved.num_microbatches, schedule
     digest = hashlib.sha256(repr(compared).encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device=device)

@@ -5,7 +5,7 @@ or with `overlap = "microbatch"` the backward of one beside the forward of the n
 
 The lists of actions come from plan/pipeline, which `check` simulates and this file runs without changes. Every stage
 and microbatch has a separate autograd graph (runs.py): only activations and their gradients pass between stages. With
-`overlap = "microbatch"` the graph is cut into pieces, and the two halves of a pair take turns. The backward is
+`overlap = "microbatch"` the graph is cut into pieces, and the two of a pair take turns. The backward is
 first, because it frees memory.
 
 `backward_input` runs the backward of that graph. The layers of weight_grads.py do not compute their weight gradients
@@ -37,8 +37,8 @@ from titan_moe.parallel.pipeline.runs import Delaying, RunInPieces, StageInPiece
 from titan_moe.parallel.pipeline.slabs import InFlight, Slabs
 from titan_moe.parallel.pipeline.stages import TiedEmbedding, parts_by_stage
 from titan_moe.parallel.unsharded_experts import caching_casts
-from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
-from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.plan.pipeline.action import Action, Pair, actions_in, flat
+from titan_moe.plan.pipeline.schedules import actions_of_recipe
 from titan_moe.plan.resolved import Resolved
 from titan_moe.profile.region import action_region
 
@@ -75,12 +75,12 @@ class Pipeline:
         self.rehearsals = Rehearsals(resolved, capacity)
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
-        entries = entries_of(self.config, len(batch.tokens_MBN))[self.rank]
+        actions = actions_of_recipe(self.config, len(batch.tokens_MBN))[self.rank]
         like = activations_like(batch.tokens_MBN[0], self.config.tp, self.hidden_size, self.dtype)
         if self.rehearsals.is_due(like.device):
             with unchanged(self.stages.values(), self.capacity, like.device):
-                StepRun(self, batch, scale, first_microbatches(entries), StandIns(like)).take(in_lane=False)
-        run = StepRun(self, batch, scale, entries, Messages(self.group, like))
+                StepRun(self, batch, scale, first_microbatches(actions), StandIns(like)).take(in_lane=False)
+        run = StepRun(self, batch, scale, actions, Messages(self.group, like))
         run.take(in_lane=self.config.pp > 1)
         if self.tied is not None:
             self.tied.sum_gradients()
@@ -91,11 +91,16 @@ class StepRun:
     """The microbatches of a step under way, or of its rehearsal."""
 
     def __init__(
-        self, pipeline: Pipeline, batch: Batch, scale: Tensor, entries: list[Entry], messages: Messages | StandIns
+        self,
+        pipeline: Pipeline,
+        batch: Batch,
+        scale: Tensor,
+        listed: list[Action | Pair],
+        messages: Messages | StandIns,
     ) -> None:
-        """`entries` are this rank's."""
+        """`listed` are this rank's."""
         self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
-        self.microbatches, self.entries, self.messages = list(batch.microbatches()), entries, messages
+        self.microbatches, self.listed, self.messages = list(batch.microbatches()), listed, messages
         self.slabs = Slabs(pipeline.capacity, pipeline.stages_with_experts)
         self.received = defaultdict[InFlight, list[Tensor]](list)
         """The messages of a microbatch, until its gradients are computed: delayed weight gradients may read them."""
@@ -108,7 +113,7 @@ class StepRun:
         self.input_grads: dict[InFlight, Tensor] = {}
         self.losses: list[Tensor] = []
         self.weight_grads: dict[InFlight, PendingWeightGrads] = {}
-        actions = list(flat(entries))
+        actions = list(flat(listed))
         self.split_backwards = {action[1:] for action in actions if action.kind == "backward_input"}
         self.num_backwards_left = Counter(action.stage for action in actions if action.frees)
 
@@ -118,21 +123,21 @@ class StepRun:
         with ExitStack() as casts:
             for part in self.stages.values():
                 casts.enter_context(caching_casts(part))
-            for entry in self.entries:
-                with action_region(entry) if in_lane else nullcontext():
-                    self._do(entry)
+            for action in self.listed:
+                with action_region(action) if in_lane else nullcontext():
+                    self._do(action)
         self.messages.finish()
         if self.pipeline.reduces_at_the_end or self.in_pieces:  # else the hooks of FSDP have waited
             for part in self.stages.values():
                 fsdp.finish_reducing(part)
 
-    def _do(self, entry: Entry) -> None:
+    def _do(self, listed: Action | Pair) -> None:
         """Run what is next in this rank's list."""
-        if isinstance(entry, Pair):
-            self._run_pair(entry)
+        if isinstance(listed, Pair):
+            self._run_pair(listed)
         else:
-            self._run(entry)
-        for action in halves(entry):
+            self._run(listed)
+        for action in actions_in(listed):
             if action.frees:
                 self.slabs.free(action.stage, action.microbatch)
                 for message in self.received.pop(action[1:], ()):

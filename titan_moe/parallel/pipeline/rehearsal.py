@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.pipeline.messages import Received, check_activation
-from titan_moe.plan.pipeline.action import Entry, flat
+from titan_moe.plan.pipeline.action import Action, Pair, flat
 from titan_moe.plan.resolved import Resolved
 
 NUM_MICROBATCHES = 2
@@ -74,10 +74,10 @@ class Rehearsals:
         return is_new
 
 
-def first_microbatches(entries: Iterable[Entry]) -> list[Entry]:
+def first_microbatches(actions: Iterable[Action | Pair]) -> list[Action | Pair]:
     """Return the entries of a rank's list for the first microbatches. If only one half of a pair belongs to them, that
     half runs alone."""
-    return [action for action in flat(entries) if action.microbatch < NUM_MICROBATCHES]
+    return [action for action in flat(actions) if action.microbatch < NUM_MICROBATCHES]
 
 
 @contextmanager

@@ -52,15 +52,11 @@ class Pair(NamedTuple):
     backward: Action
 
 
-Entry = Action | Pair
-"""An entry of a rank's list."""
+def actions_in(listed: Action | Pair) -> tuple[Action, ...]:
+    """The action, or both of a pair, the forward first."""
+    return (listed,) if isinstance(listed, Action) else tuple(listed)
 
 
-def halves(entry: Entry) -> tuple[Action, ...]:
-    """The actions of an entry: one, or both of a pair, the forward first."""
-    return (entry,) if isinstance(entry, Action) else tuple(entry)
-
-
-def flat(entries: Iterable[Entry]) -> Iterator[Action]:
+def flat(actions: Iterable[Action | Pair]) -> Iterator[Action]:
     """All actions, with those of a pair one after the other."""
-    return (action for entry in entries for action in halves(entry))
+    return (action for listed in actions for action in actions_in(listed))

@@ -8,7 +8,7 @@ from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.rules import check_rules
 from titan_moe.plan.cost.memory import state_bytes
 from titan_moe.plan.cost.peak import peak_bytes
-from titan_moe.plan.pipeline.action import Entry, Pair, flat
+from titan_moe.plan.pipeline.action import Action, Pair, flat
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.simulation import Simulation, Times, simulate
 from titan_moe.plan.pipeline.weight_grads import describe_weight_grads, split_flops
@@ -21,7 +21,7 @@ def simulate_step(resolved: Resolved, *, delays_all: bool = False) -> Simulation
     recipe, stages = resolved.recipe, resolved.stages
     flops = [flops_of_stage(recipe, stage) for stage in stages] if delays_all else split_flops(recipe, stages)
     forward, backward_input, backward_weight = zip(*flops, strict=True)
-    return simulate(resolved.entries, Times(forward, backward_input, backward_weight))
+    return simulate(resolved.actions, Times(forward, backward_input, backward_weight))
 
 
 def describe_pipeline(resolved: Resolved, capacity_factor: float) -> Iterator[str]:
@@ -48,7 +48,7 @@ def describe_pipeline(resolved: Resolved, capacity_factor: float) -> Iterator[st
         if resolved.recipe.run.device != "cpu":
             peak = peak_bytes(part, capacity_factor, resolved.experts) + resolved.shared_bytes
             memory += f", about {peak / 2**30:.3g} GiB at the peak"
-        pairs = f"; {name_pairs(resolved.entries[rank])}" if p.overlap == "microbatch" else ""
+        pairs = f"; {name_pairs(resolved.actions[rank])}" if p.overlap == "microbatch" else ""
         yield f"pp rank {rank}: {held}; microbatches in flight {part.num_in_flight:.3g}{pairs}; {memory}"
 
 
@@ -69,10 +69,10 @@ def _better_schedules(resolved: Resolved, bubble: float) -> Iterator[str]:
             yield f'hint: pp_schedule = "{name}"{of_a_rank} has whole backwards, and a bubble of {100 * whole:.3g} %'
 
 
-def name_pairs(entries: Sequence[Entry]) -> str:
+def name_pairs(actions: Sequence[Action | Pair]) -> str:
     """How much of a rank's communication over ep is hidden, in words."""
-    num_pairs = sum(isinstance(entry, Pair) for entry in entries)
-    num_forwards = sum(action.kind == "forward" for action in flat(entries))
+    num_pairs = sum(isinstance(action, Pair) for action in actions)
+    num_forwards = sum(action.kind == "forward" for action in flat(actions))
     return f"{num_pairs} of {num_forwards} forwards beside a backward"
 
 

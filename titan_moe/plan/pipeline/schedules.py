@@ -10,43 +10,37 @@ messages in the same order, ranks do not deadlock, and a result is received befo
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
-from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat
-from titan_moe.plan.pipeline.orders import Unit, order_of
+from titan_moe.plan.pipeline.action import Action, Pair, flat
+from titan_moe.plan.pipeline.orders import Order, order_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
-Measure = Callable[[list[Entry], Mapping[int, float]], float]
+Measure = Callable[[list[Action | Pair], Mapping[int, float]], float]
 """Of the list of a rank and the sizes of its stages."""
 DURATION = {"backward": 2}
 """Units of time; all others take 1."""
 
 
-def actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    """The actions of a step, by pipeline rank, in the order in which the rank begins them.
+def actions_of(
+    schedule: str, pp: int, vpp: int, num_microbatches: int, *, has_pairs: bool = False
+) -> list[list[Action | Pair]]:
+    """The actions of a step, by pipeline rank, in the order in which the rank begins them. With `has_pairs`, of a
+    schedule that has pairs, a forward and a backward that its order runs as one are a pair.
 
-    Raises: ValueError for stages and microbatches that the schedule does not fit; `config.rules` refuses them first.
+    Raises: ValueError for stages and microbatches that the schedule does not fit; `config.rules` refuses them first;
+    KeyError for a schedule without pairs.
     """
-    return [list(actions) for actions in _actions_of(schedule, pp, vpp, num_microbatches)]
+    return [list(actions) for actions in _actions_of(schedule, pp, vpp, num_microbatches, has_pairs)]
 
 
-def paired_actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Entry]]:
-    """The same of a schedule that has pairs: a forward and a backward that its order runs as one are a pair.
-
-    Raises: ValueError as `actions_of`, and KeyError for a schedule without pairs.
-    """
-    return [list(entries) for entries in _entries_of(schedule, pp, vpp, num_microbatches, has_pairs=True)]
-
-
-def entries_of(parallel: ParallelConfig, num_microbatches: int) -> list[list[Entry]]:
-    """The lists of a recipe's pipeline, by rank: with pairs if it interleaves microbatches, else without."""
+def actions_of_recipe(parallel: ParallelConfig, num_microbatches: int) -> list[list[Action | Pair]]:
+    """The same of a recipe's pipeline: with pairs if it interleaves microbatches."""
     p = parallel
-    if p.overlap == "microbatch":
-        return paired_actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)
-    return [list(actions) for actions in _actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)]
+    return actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches, has_pairs=p.overlap == "microbatch")
 
 
 def measure_rank(
@@ -70,16 +64,13 @@ def _measure_rank(
     rank: int,
     sizes: tuple[tuple[int, float], ...],
 ) -> float:
-    return measure(entries_of(parallel, num_microbatches)[rank], dict(sizes))
+    return measure(actions_of_recipe(parallel, num_microbatches)[rank], dict(sizes))
 
 
 @lru_cache(maxsize=16)
-def _actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
-    return [list(flat(entries)) for entries in _entries_of(schedule, pp, vpp, num_microbatches, has_pairs=False)]
-
-
-@lru_cache(maxsize=16)
-def _entries_of(schedule: str, pp: int, vpp: int, num_microbatches: int, *, has_pairs: bool) -> list[list[Entry]]:
+def _actions_of(
+    schedule: str, pp: int, vpp: int, num_microbatches: int, has_pairs: bool
+) -> Sequence[Iterable[Action | Pair]]:
     """Every step asks for the same lists."""
     facts = SCHEDULES[schedule]
     if (
@@ -89,10 +80,11 @@ def _entries_of(schedule: str, pp: int, vpp: int, num_microbatches: int, *, has_
     ):
         raise ValueError(f"{schedule} does not fit pp = {pp}, vpp = {vpp} and {num_microbatches} microbatches")
     orders = [order_of(schedule, rank, pp, vpp, num_microbatches, has_pairs=has_pairs) for rank in range(pp)]
-    return lay_out(orders, [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)])
+    listed = lay_out(orders, [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)])
+    return listed if has_pairs else [list(flat(of_rank)) for of_rank in listed]
 
 
-def lay_out(orders: Sequence[Sequence[Unit]], rank_of: Sequence[int]) -> list[list[Entry]]:
+def lay_out(orders: Sequence[Order], rank_of: Sequence[int]) -> list[list[Action | Pair]]:
     """Simulate the orders of the ranks, given the rank of each stage; write down what begins and what is sent.
 
     Raises: ValueError if ranks wait for each other.
@@ -111,7 +103,7 @@ def lay_out(orders: Sequence[Sequence[Unit]], rank_of: Sequence[int]) -> list[li
         if waiting and not any(rank.running for rank in ranks):
             raise ValueError(f"pipeline ranks wait for each other; by rank: {waiting}")
         now += 1
-    return [rank.entries for rank in ranks]
+    return [rank.actions for rank in ranks]
 
 
 def _exchange(action: Action, ranks: Sequence["_Rank"], rank_of: Sequence[int]) -> None:
@@ -120,7 +112,7 @@ def _exchange(action: Action, ranks: Sequence["_Rank"], rank_of: Sequence[int]) 
     to = stage + 1 if kind == "forward" else stage - 1
     if kind == "backward_weight" or not 0 <= to < len(rank_of) or rank_of[to] == rank_of[stage]:
         return
-    sender, receiver = ranks[rank_of[stage]].entries, ranks[rank_of[to]].entries
+    sender, receiver = ranks[rank_of[stage]].actions, ranks[rank_of[to]].actions
     if kind == "forward":
         sender.append(Action("send_activation", stage, microbatch))
         receiver.append(Action("receive_activation", to, microbatch))
@@ -132,20 +124,20 @@ def _exchange(action: Action, ranks: Sequence["_Rank"], rank_of: Sequence[int]) 
 class _Rank:
     """A rank in the simulation."""
 
-    def __init__(self, order: Sequence[Unit], num_stages: int) -> None:
+    def __init__(self, order: Order, num_stages: int) -> None:
         self.order = deque(order)
         self.num_stages = num_stages
         self.weight_grads: deque[Action] = deque()  # that can be computed
         self.num_in_flight = 0  # activations of microbatches and stages
-        self.running: Unit = ()
+        self.running: tuple[Action, ...] = ()
         self.end_time = 0
-        self.entries: list[Entry] = []
+        self.actions: list[Action | Pair] = []
 
     @property
     def is_done(self) -> bool:
         return not (self.order or self.weight_grads or self.running)
 
-    def end(self, now: int) -> Unit:
+    def end(self, now: int) -> tuple[Action, ...]:
         """The actions that end now."""
         if now < self.end_time:
             return ()
@@ -161,10 +153,10 @@ class _Rank:
             return
         self.running = self._next(ended)
         self.end_time = now + sum(DURATION.get(action.kind, 1) for action in self.running)
-        self.entries += [Pair(*self.running)] if len(self.running) == 2 else self.running
+        self.actions += [Pair(*self.running)] if len(self.running) == 2 else self.running
         self.num_in_flight += sum((action.kind == "forward") - action.frees for action in self.running)
 
-    def _next(self, ended: set[Action]) -> Unit:
+    def _next(self, ended: set[Action]) -> tuple[Action, ...]:
         if self.order and all(self._can_run(action, ended) for action in self.order[0]):
             is_full = self.num_in_flight >= self.num_stages and self.order[0][0].kind == "forward"
             if not (is_full and self.weight_grads):

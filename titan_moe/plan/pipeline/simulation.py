@@ -1,15 +1,19 @@
 """The time that a pipeline's schedule takes, from its lists of actions and the times of its stages."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from titan_moe.plan.pipeline.action import KEPT_SENDS, Action, Entry, Pair, flat, halves
+from titan_moe.plan.pipeline.action import KEPT_SENDS, Action, Kind, Pair, actions_in, flat
 
 BACKWARDS = "backward", "backward_input"
 """The actions that compute gradients of activations."""
+HELD: dict[Kind, int] = {"forward": 1, "backward": -1, "backward_weight": -1}
+BEFORE_BACKWARD: dict[Kind, int] = {"forward": 1, "backward": -1, "backward_input": -1}
+DELAYED: dict[Kind, int] = {"backward_input": 1, "backward_weight": -1}
+"""What an action changes in the number of microbatches."""
 
 
 class Times(NamedTuple):
@@ -26,7 +30,7 @@ class Times(NamedTuple):
         ones = [1.0] * num_stages
         return cls(ones, ones, ones)
 
-    def of(self, action: Entry) -> float:
+    def of(self, action: Action | Pair) -> float:
         """The time of an action or a pair; messages take none."""
         if isinstance(action, Pair):
             both = self.of(action.forward) + self.of(action.backward)
@@ -43,7 +47,7 @@ class Run(NamedTuple):
     """When an action or a pair ran."""
 
     rank: int
-    action: Entry
+    action: Action | Pair
     start: float
     end: float
 
@@ -59,7 +63,7 @@ class Simulation:
         """By stage, the most microbatches whose activations it keeps, from a forward to the end of its backward."""
         held, most = Counter[int](), Counter[int]()
         for action in flat(run.action for runs in self.runs for run in runs):
-            held[action.stage] += (action.kind == "forward") - action.frees
+            held[action.stage] += HELD.get(action.kind, 0)
             most[action.stage] = max(most[action.stage], held[action.stage])
         return [most[stage] for stage in range(1 + max(most, default=-1))]
 
@@ -75,7 +79,7 @@ class Simulation:
         return 1 - busy / (self.makespan * len(self.runs)) if busy else 0.0
 
 
-def simulate(actions: Sequence[Sequence[Entry]], times: Times) -> Simulation:
+def simulate(actions: Sequence[Sequence[Action | Pair]], times: Times) -> Simulation:
     """Run the list of each rank in order, as early as possible.
 
     A message takes no time: it is sent when the sender comes to it, and the receiver waits for it where it needs it.
@@ -93,12 +97,12 @@ def simulate(actions: Sequence[Sequence[Entry]], times: Times) -> Simulation:
         for rank, of_rank in enumerate(actions):
             while len(runs[rank]) < len(of_rank):
                 action = of_rank[len(runs[rank])]
-                needed = [need for half in halves(action) for need in _needs(half, listed, last_stage)]
+                needed = [need for one in actions_in(action) for need in _needs(one, listed, last_stage)]
                 if not all(need in ends for need in needed):
                     break
                 start = max([ends[need] for need in needed] + [run.end for run in runs[rank][-1:]], default=0.0)
                 end = start + times.of(action)
-                ends |= dict.fromkeys(halves(action), end)
+                ends |= dict.fromkeys(actions_in(action), end)
                 runs[rank].append(Run(rank, action, start, end))
                 progressed = True
     waiting = {rank: of_rank[len(runs[rank])] for rank, of_rank in enumerate(actions) if len(runs[rank]) < len(of_rank)}
@@ -126,23 +130,29 @@ def _first(choices: Sequence[Action], listed: Collection[Action]) -> list[Action
     return [next((choice for choice in choices if choice in listed), choices[0])]
 
 
-def max_held(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
+def max_held(
+    actions: Iterable[Action | Pair], size_of: Mapping[int, float], changes: Mapping[Kind, int] = HELD
+) -> float:
     """The most that a rank keeps at once, if a microbatch of a stage has this size; stages without one have none. A
     pair keeps both of its microbatches."""
-    return _max_between(actions, size_of, lambda action: (action.kind == "forward") - action.frees)
+    held = most = 0.0
+    for action in flat(actions):
+        held += size_of.get(action.stage, 0.0) * changes.get(action.kind, 0)
+        most = max(most, held)
+    return most
 
 
-def max_before_backward(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
+def max_before_backward(actions: Iterable[Action | Pair], size_of: Mapping[int, float]) -> float:
     """The same of microbatches whose gradients of activations are not computed yet."""
-    return _max_between(actions, size_of, lambda action: (action.kind == "forward") - (action.kind in BACKWARDS))
+    return max_held(actions, size_of, BEFORE_BACKWARD)
 
 
-def max_delayed(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
+def max_delayed(actions: Iterable[Action | Pair], size_of: Mapping[int, float]) -> float:
     """The same of microbatches between `backward_input` and `backward_weight`."""
-    return _max_between(actions, size_of, lambda action: action.delays - (action.kind == "backward_weight"))
+    return max_held(actions, size_of, DELAYED)
 
 
-def max_messages(actions: Iterable[Entry], keeping: Collection[int]) -> int:
+def max_messages(actions: Iterable[Action | Pair], keeping: Collection[int]) -> int:
     """The most buffers of messages that a rank has at once (parallel/pipeline/messages.py), but for received
     activations that these stages keep for their backward anyhow."""
     received = dict[tuple[int, int], int]()  # by stage and microbatch, without what the stage keeps
@@ -160,12 +170,4 @@ def max_messages(actions: Iterable[Entry], keeping: Collection[int]) -> int:
         elif key in activations:  # the forward keeps it, and backward_input leaves it to delayed weight gradients
             received[key] += -1 if action.kind == "forward" else 1
         most = max(most, num_sent + sum(received.values()))
-    return most
-
-
-def _max_between(actions: Iterable[Entry], size_of: Mapping[int, float], change: Callable[[Action], int]) -> float:
-    held = most = 0.0
-    for action in flat(actions):
-        held += size_of.get(action.stage, 0.0) * change(action)
-        most = max(most, held)
     return most
