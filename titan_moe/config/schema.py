@@ -184,9 +184,9 @@ def either(values: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
     """A number with its noun: `1 layer`, `2 layers`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
 def _escape(character: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, at_most, row, rule, rules_in
+from titan_moe.config.rules.rule import Problem, at_most, row, rule, rules_in, said
 from titan_moe.config.schema import counted
 
 ADDRESS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -40,22 +40,13 @@ tied_embeddings_decay = row(
 
 @rule("a pattern of windowed and full layers has both", "model.attention.full_attention_every sliding_window")
 def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
-    a, num_layers = recipe.model.attention, recipe.model.num_layers
+    a, num_layers, key = recipe.model.attention, recipe.model.num_layers, "{model.attention.full_attention_every}"
     if a.full_attention_every > 0 and a.sliding_window == 0:
-        yield (
-            f"model.attention.full_attention_every = {a.full_attention_every} needs windows in the other layers, but "
-            "model.attention.sliding_window = 0"
-        )
+        yield said(recipe, f"{key} needs windows in the other layers, but {{model.attention.sliding_window}}")
     elif a.full_attention_every == 1:
-        yield (
-            "model.attention.full_attention_every = 1 leaves no layer to model.attention.sliding_window = "
-            f"{a.sliding_window}"
-        )
+        yield said(recipe, f"{key} leaves no layer to {{model.attention.sliding_window}}")
     elif a.full_attention_every > num_layers:
-        yield (
-            f"model.attention.full_attention_every = {a.full_attention_every} exceeds model.num_layers = {num_layers}, "
-            "so every layer has a window"
-        )
+        yield said(recipe, f"{key} exceeds {{model.num_layers}}, so every layer has a window")
 
 
 dense_layers_fit = at_most(

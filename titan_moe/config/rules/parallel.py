@@ -2,14 +2,24 @@
 
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node, ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe, expert_hidden_size
 from titan_moe.config.rules.perf import multiple_of_expert_rows
-from titan_moe.config.rules.rule import Problem, divides, is_no_divisor, key_of_kernel, row, rule, rules_in
-from titan_moe.config.schema import counted
+from titan_moe.config.rules.rule import (
+    Problem,
+    data_parallel_ranks,
+    divides,
+    is_no_divisor,
+    key_of_kernel,
+    product,
+    row,
+    rule,
+    rules_in,
+    said,
+)
+from titan_moe.config.schema import counted, value_of
 
 ALIGNED_WIDTH = 16
 """Elements of which a width is a multiple in a way out; grouped_mm needs it in fp8, and less in wider dtypes."""
@@ -24,32 +34,22 @@ dp_shard_is_a_size = row(
 
 @rule("every rank has one place in the dense mesh", "parallel.pp dp_replicate dp_shard cp tp")
 def dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    others = p.pp * p.dp_replicate * p.cp * p.tp
-    if p.dp_shard == -1 and is_no_divisor(others, world_size):
-        yield Problem(
-            f"parallel.pp * dp_replicate * cp * tp = {p.pp} * {p.dp_replicate} * {p.cp} * {p.tp} = {others} "
-            f"does not divide the {counted(world_size, 'rank')}",
-            hint=_more_ranks(p, world_size),
-        )
-    if p.dp_shard > 0 and others * p.dp_shard != world_size:
-        yield Problem(
-            f"parallel.pp * dp_replicate * dp_shard * cp * tp = {p.pp} * {p.dp_replicate} * {p.dp_shard} * {p.cp} * "
-            f"{p.tp} = {others * p.dp_shard}, but the run has {counted(world_size, 'rank')}",
-            hint=_more_ranks(p, world_size),
-        )
+    p, ranks = recipe.parallel, counted(world_size, "rank")
+    if p.dp_shard > 0:
+        number, words = product(recipe, "pp dp_replicate dp_shard cp tp")
+        if number != world_size:
+            yield Problem(f"{words}, but the run has {ranks}", hint=_more_ranks(p, world_size))
+    number, words = product(recipe, "pp dp_replicate cp tp")
+    if p.dp_shard == -1 and is_no_divisor(number, world_size):
+        yield Problem(f"{words} does not divide the {ranks}", hint=_more_ranks(p, world_size))
 
 
 @rule("edp is the number of ranks divided by pp * dp_replicate * ep * etp", "parallel.ep etp dp_replicate pp")
 def expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
-    if is_no_divisor(expert_ranks, world_size):
-        yield Problem(
-            f"parallel.pp * dp_replicate * ep * etp = {p.pp} * {p.dp_replicate} * {p.ep} * {p.etp} = {expert_ranks} "
-            f"does not divide the {counted(world_size, 'rank')}",
-            hint=_more_ranks(p, world_size),
-        )
+    number, words = product(recipe, "pp dp_replicate ep etp")
+    if is_no_divisor(number, world_size):
+        hint = _more_ranks(recipe.parallel, world_size)
+        yield Problem(f"{words} does not divide the {counted(world_size, 'rank')}", hint=hint)
 
 
 def _more_ranks(p: ParallelConfig, world_size: int) -> str:
@@ -126,40 +126,35 @@ shared_memory_has_peers = row(
 @rule("GPUs share memory inside a node only", "parallel.ep etp dispatcher")
 def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
-    if p.facts.is_one_node and world_size >= smallest_world(p) and is_no_divisor(p.ep * p.etp, num_local):
-        size = f"parallel.ep = {p.ep}" if p.etp == 1 else f"parallel.ep * etp = {p.ep} * {p.etp} = {p.ep * p.etp}"
-        yield (
-            f"{size} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
-            f'"{p.dispatcher}" needs'
-        )
+    size, words = product(recipe, "ep etp" if p.etp > 1 else "ep")
+    if p.facts.is_one_node and world_size >= smallest_world(p) and is_no_divisor(size, num_local):
+        says = f"{words} does not divide the {num_local} ranks of a node, which {{parallel.dispatcher}} needs"
+        yield said(recipe, says)
 
 
 @rule("a row is sent once to each node, and forwarded within the node", "parallel.dispatcher ep ep_ranks_per_node etp")
 def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.ep_ranks_per_node and not p.facts.has_two_levels:
-        problem = f"parallel.ep_ranks_per_node = {p.ep_ranks_per_node} has no effect with parallel.dispatcher ="
-        yield f'{problem} "{p.dispatcher}"'
+        yield said(recipe, "{parallel.ep_ranks_per_node} has no effect with {parallel.dispatcher}")
     if not p.facts.has_two_levels or p.ep_ranks_per_node < 0:
         return
     of_node, on_host = ep_ranks_of_a_node(p, world_size), ranks_of_a_node(world_size)
-    setting = f'parallel.dispatcher = "{p.dispatcher}" needs an ep group of several nodes with several ranks each'
+    needs = said(recipe, "{parallel.dispatcher} needs an ep group of several nodes with several ranks each")
     if of_node >= p.ep:
         ranks = "1 rank on a node holds" if of_node == 1 else f"{of_node} ranks on a node hold"
-        problem = f"{setting}, but {ranks} all of parallel.ep = {p.ep}"
+        problem = f"{needs}, but {ranks} all of parallel.ep = {p.ep}"
         yield Problem(problem, hint="--nproc-per-node of `check` for nodes of fewer ranks")
     elif of_node == 1:
-        yield f"{setting}, but each node has 1 rank"
+        yield f"{needs}, but each node has 1 rank"
     elif is_no_divisor(of_node, p.ep):
-        yield (
-            f"{of_node} ranks on a node (parallel.ep_ranks_per_node, or torchrun's) do not divide parallel.ep = {p.ep}"
-        )
+        ranks = f"{of_node} ranks on a node (parallel.ep_ranks_per_node, or torchrun's)"
+        yield f"{ranks} do not divide parallel.ep = {p.ep}"
     elif is_no_divisor(of_node * p.etp, on_host):
         times_etp = f" * etp = {of_node} * {p.etp}" if p.etp > 1 else f" = {of_node}"
-        yield (
-            f"parallel.ep_ranks_per_node{times_etp} does not divide the {on_host} ranks that torchrun starts on a "
-            "node, so some of these groups would span two nodes"
-        )
+        spans = "so some of these groups would span two nodes"
+        ranks = f"the {on_host} ranks that torchrun starts on a node, {spans}"
+        yield f"parallel.ep_ranks_per_node{times_etp} does not divide {ranks}"
 
 
 @rule(
@@ -168,23 +163,19 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     "train.global_batch_sequences micro_batch_sequences",
 )
 def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, train = recipe.parallel, recipe.train
+    p, train, needs = recipe.parallel, recipe.train, 'parallel.overlap = "microbatch"'
     if p.overlap != "microbatch":
         return
-    setting = 'parallel.overlap = "microbatch"'
     if not p.accumulate_unsharded:
-        yield f"{setting} gathers parameters once for two microbatches and needs parallel.accumulate_unsharded = true"
+        yield f"{needs} gathers parameters once for two microbatches and needs parallel.accumulate_unsharded = true"
     if recipe.memory.recompute == "block":
-        yield f'{setting} runs blocks in pieces, not memory.recompute = "block"'
+        yield said(recipe, f"{needs} runs blocks in pieces, not {{memory.recompute}}")
     if recipe.model.class_ != ModelConfig.class_:
-        yield f'{setting} supports blocks of "{ModelConfig.class_}" only, but model.class = "{recipe.model.class_}"'
-    sequences = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))
+        yield said(recipe, f'{needs} supports blocks of "{ModelConfig.class_}" only, but {{model.class}}')
+    sequences = train.micro_batch_sequences * data_parallel_ranks(recipe, world_size)
     if 0 < train.global_batch_sequences < 2 * sequences:
-        yield Problem(
-            f"{setting} needs at least two microbatches a step, but train.global_batch_sequences = "
-            f"{train.global_batch_sequences} is one microbatch, of {sequences} sequences over all ranks",
-            steps=[2 * sequences],
-        )
+        says = f"{needs} needs at least two microbatches a step, but {{train.global_batch_sequences}} is one microbatch"
+        yield Problem(said(recipe, f"{says}, of {sequences} sequences over all ranks"), steps=[2 * sequences])
 
 
 @rule(
@@ -192,17 +183,11 @@ def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> I
     "parallel.expert_rank_capacity_factor dispatcher",
 )
 def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, factor = recipe.parallel, recipe.parallel.fixed_capacity_factor
-    if factor != 0 and not p.facts.can_be_bounded:
-        yield (
-            f"parallel.expert_rank_capacity_factor = {factor:g} has no effect with parallel.dispatcher = "
-            f'"{p.dispatcher}", whose sizes are exact'
-        )
+    factor, key = recipe.parallel.fixed_capacity_factor, "{parallel.expert_rank_capacity_factor}"
+    if factor != 0 and not recipe.parallel.facts.can_be_bounded:
+        yield said(recipe, f"{key} has no effect with {{parallel.dispatcher}}, whose sizes are exact")
     if 0 < factor < 1:
-        yield (
-            f"parallel.expert_rank_capacity_factor = {factor:g} is less than a balanced load, so every step would be "
-            "repeated without the bound"
-        )
+        yield said(recipe, f"{key} is less than a balanced load, so every step would be repeated without the bound")
 
 
 @rule(
@@ -244,15 +229,11 @@ def validation_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _sequences_divide(recipe: Recipe, world_size: int, key: str) -> Iterator[str]:
-    p, micro_batch, number = recipe.parallel, recipe.train.micro_batch_sequences, attrgetter(key)(recipe)
-    dp = world_size // max(p.pp * p.cp * p.tp, 1)
-    step = micro_batch * dp
+    micro_batch, number = recipe.train.micro_batch_sequences, value_of(recipe, key)
+    step = micro_batch * (dp := data_parallel_ranks(recipe, world_size))
     if is_no_divisor(step, number):
-        yield Problem(
-            f"{key} = {number} is not a multiple of train.micro_batch_sequences * data-parallel ranks = {micro_batch} "
-            f"* {dp} = {step}",
-            steps=[step],
-        )
+        product = f"train.micro_batch_sequences * data-parallel ranks = {micro_batch} * {dp} = {step}"
+        yield Problem(f"{key} = {number} is not a multiple of {product}", steps=[step])
 
 
 PARALLEL_RULES = rules_in(globals())

@@ -9,7 +9,7 @@ from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import step_can_be_captured
-from titan_moe.config.rules.rule import Problem, key_of_kernel, row, rule, rules_in
+from titan_moe.config.rules.rule import Problem, key_of_kernel, row, rule, rules_in, said
 from titan_moe.config.skew import obstacles_to_skew
 
 LARGEST_DENSE_MASK_GIB = 1
@@ -103,13 +103,13 @@ def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: in
     "precision.moments master optim.kind",
 )
 def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, kind = recipe.precision, recipe.optim.kind
+    p, facts = recipe.precision, OPTIMIZERS[recipe.optim.kind]
     if p.master == "fp64" and p.moments_dtype != "fp64":
-        yield f'precision.moments = "{p.moments}" is coarser than precision.master = "fp64"'
-    elif p.moments_dtype != p.master and not OPTIMIZERS[kind].has_own_moments:
-        yield f'precision.moments = "{p.moments}" beside precision.master = "{p.master}" has no optim.kind = "{kind}"'
-    if p.master == "fp64" and recipe.run.device == "cuda" and not OPTIMIZERS[kind].takes_fp64_on_gpus:
-        yield f'precision.master = "fp64" has no optim.kind = "{kind}" with run.device = "cuda"'
+        yield said(recipe, "{precision.moments} is coarser than {precision.master}")
+    elif p.moments_dtype != p.master and not facts.has_own_moments:
+        yield said(recipe, "{precision.moments} beside {precision.master} has no {optim.kind}")
+    if p.master == "fp64" and recipe.run.device == "cuda" and not facts.takes_fp64_on_gpus:
+        yield said(recipe, "{precision.master} has no {optim.kind} with {run.device}")
 
 
 bf16_weights_are_rounded_stochastically = row(
@@ -209,15 +209,13 @@ def skewed_loads_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     "train.forced_load parallel.ep model.moe.top_k",
 )
 def forced_load_has_enough_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
-    moe, ep, name = recipe.model.moe, recipe.parallel.ep, recipe.train.forced_load
+    moe, ep, load = recipe.model.moe, recipe.parallel.ep, FORCED_LOADS[recipe.train.forced_load]
     if ep < 1 or moe.num_experts % ep or recipe.model.num_moe_layers <= 0:
         return  # another rule refuses this
-    number = FORCED_LOADS[name].num_experts_in_use(moe.num_experts, ep)
+    number = load.num_experts_in_use(moe.num_experts, ep)
     if number < moe.top_k <= moe.num_experts:
-        yield (
-            f'train.forced_load = "{name}" has {number} experts for all tokens with parallel.ep = {ep}, and a token '
-            f"needs model.moe.top_k = {moe.top_k}"
-        )
+        says = f"{{train.forced_load}} has {number} experts for all tokens with {{parallel.ep}}"
+        yield said(recipe, f"{says}, and a token needs {{model.moe.top_k}}")
 
 
 PERF_RULES = rules_in(globals())

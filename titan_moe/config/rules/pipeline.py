@@ -6,8 +6,8 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_layout import parse_layout
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, row, rule, rules_in
-from titan_moe.config.schema import in_toml
+from titan_moe.config.rules.rule import Problem, data_parallel_ranks, product, row, rule, rules_in, said
+from titan_moe.config.schema import counted, in_toml
 
 
 @rule("an option without effect hides a mistake", "parallel.pp pp_schedule vpp pp_layout")
@@ -29,13 +29,10 @@ vpp_fits_the_schedule = row(
 @rule("a stage without layers leaves more layers to the others", "parallel.vpp pp pp_schedule model.num_layers")
 def stages_have_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_layers = recipe.parallel, recipe.model.num_layers
-    if p.pp > 1 and not p.pp_layout and p.pp * p.vpp > num_layers:
-        yield Problem(
-            f"parallel.pp * vpp = {p.pp} * {p.vpp} = {p.pp * p.vpp} stages are more than model.num_layers = "
-            f"{num_layers}",
-            steps=[p.pp * p.vpp],
-            hint="parallel.pp_layout, which may leave some stages empty",
-        )
+    number, words = product(recipe, "pp vpp")
+    if p.pp > 1 and not p.pp_layout and number > num_layers:
+        problem = f"{words} stages are more than model.num_layers = {num_layers}"
+        yield Problem(problem, steps=[number], hint="parallel.pp_layout, which may leave some stages empty")
 
 
 @rule("every layer is on one stage, in the order of the model", "parallel.pp_layout pp vpp model.num_layers")
@@ -59,16 +56,13 @@ def layout_fits_the_model(recipe: Recipe, world_size: int) -> Iterator[str]:
     "train.global_batch_sequences micro_batch_sequences parallel.pp_schedule pp",
 )
 def microbatches_fill_the_pipeline(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, train, facts = recipe.parallel, recipe.train, SCHEDULES[recipe.parallel.pp_schedule]
-    of_one = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))
-    if p.pp <= 1 or of_one < 1 or train.global_batch_sequences % of_one:
+    p, facts, batch = recipe.parallel, SCHEDULES[recipe.parallel.pp_schedule], recipe.train.global_batch_sequences
+    of_one = recipe.train.micro_batch_sequences * data_parallel_ranks(recipe, world_size)
+    if p.pp <= 1 or of_one < 1 or batch % of_one:
         return  # another rule refuses it
-    number, fewest = train.global_batch_sequences // of_one, max(p.pp, facts.fewest_microbatches(p.pp))
-    microbatches = "1 microbatch" if number == 1 else f"{number} microbatches"
-    found = (
-        f"train.global_batch_sequences = {train.global_batch_sequences} makes {microbatches} a step, "
-        f'but parallel.pp_schedule = "{p.pp_schedule}"'
-    )
+    number, fewest = batch // of_one, max(p.pp, facts.fewest_microbatches(p.pp))
+    says = f"{{train.global_batch_sequences}} makes {counted(number, 'microbatch', 'es')} a step, but"
+    found = said(recipe, f"{says} {{parallel.pp_schedule}}")
     if number < fewest:
         yield Problem(f"{found} with pp = {p.pp} needs {fewest} or more", steps=[fewest * of_one])
     elif facts.rounds and number % p.pp:
@@ -83,14 +77,11 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
     p = recipe.parallel
     if p.pp <= 1 or not SCHEDULES[p.pp_schedule].splits_backward:
         return
-    setting = f'parallel.pp_schedule = "{p.pp_schedule}"'
     if recipe.memory.recompute != "none":
-        yield f'{setting} splits backwards, but memory.recompute = "{recipe.memory.recompute}" needs whole ones'
+        yield said(recipe, "{parallel.pp_schedule} splits backwards, but {memory.recompute} needs whole ones")
     if not p.accumulate_unsharded:
-        yield (
-            f"{setting} reduces gradients after the last weight gradient, which needs parallel.accumulate_unsharded = "
-            "true"
-        )
+        reduces = "reduces gradients after the last weight gradient"
+        yield said(recipe, f"{{parallel.pp_schedule}} {reduces}, which needs parallel.accumulate_unsharded = true")
 
 
 interleaved_pipeline_has_pairs = row(

@@ -1,5 +1,6 @@
 """What a rule is, what a breach of it is, and the arithmetic that rules share."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,13 @@ def rules_in(names: Mapping[str, object]) -> list[Rule]:
     return list(own.values())
 
 
+def product(recipe: Recipe, fields: str) -> tuple[int, str]:
+    """The product of fields of `parallel`, and in words: `parallel.pp * tp = 2 * 3 = 6`."""
+    sizes = [getattr(recipe.parallel, field) for field in fields.split()]
+    words = f"parallel.{' * '.join(fields.split())} = {' * '.join(map(str, sizes))}"
+    return math.prod(sizes), f"{words} = {math.prod(sizes)}" if len(sizes) > 1 else words
+
+
 def is_no_divisor(divisor: int, number: int) -> bool:
     """Whether `divisor` does not divide `number`; one below 1 breaks another rule."""
     return divisor > 0 and number % divisor != 0
@@ -135,6 +143,12 @@ def in_words(split: Split) -> str:
     """`model.attention.num_heads = 12 over 6 key/value heads`."""
     shared = f" over {split.shared} key/value heads" if split.shared else ""
     return f"model.{split.key} = {split.number}{shared}"
+
+
+def data_parallel_ranks(recipe: Recipe, world_size: int) -> int:
+    """The ranks that read different sequences, of any number of ranks."""
+    p = recipe.parallel
+    return world_size // max(p.pp * p.cp * p.tp, 1)
 
 
 def key_of_kernel(recipe: Recipe, operation: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, row, rule, rules_in
+from titan_moe.config.rules.rule import Problem, row, rule, rules_in, said
 from titan_moe.config.schema import in_toml
 
 BYTES_VOCABULARY = 256
@@ -81,11 +81,11 @@ sample_has_a_tokenizer = row(
 
 @rule("the model continues a held-out prompt", "metrics.sample_tokens data.source holdout_fraction")
 def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
-    d, num_tokens = recipe.data, recipe.metrics.sample_tokens
-    if num_tokens > 0 and d.source == "synthetic":
-        yield f'metrics.sample_tokens = {num_tokens} needs held-out text, but data.source = "synthetic" has none'
-    elif num_tokens > 0 and d.holdout_fraction == 0 and not d.is_streamed:
-        yield f"metrics.sample_tokens = {num_tokens} needs held-out text, but data.holdout_fraction = 0"
+    d, is_asked = recipe.data, recipe.metrics.sample_tokens > 0
+    if is_asked and d.source == "synthetic":
+        yield said(recipe, "{metrics.sample_tokens} needs held-out text, but {data.source} has none")
+    elif is_asked and d.holdout_fraction == 0 and not d.is_streamed:
+        yield said(recipe, "{metrics.sample_tokens} needs held-out text, but {data.holdout_fraction}")
 
 
 two_checkpoints_are_kept = row(

@@ -5,7 +5,17 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, divides, in_words, is_no_divisor, row, rule, rules_in, splits_of
+from titan_moe.config.rules.rule import (
+    Problem,
+    data_parallel_ranks,
+    divides,
+    in_words,
+    is_no_divisor,
+    row,
+    rule,
+    rules_in,
+    splits_of,
+)
 
 
 @rule(
@@ -39,16 +49,14 @@ tp_divides_sequences = divides(
 )
 def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    others = max(p.pp * p.dp_replicate * p.cp * p.tp, 1)
-    dp_shard = max(world_size // others, 1) if p.dp_shard == -1 else p.dp_shard
+    left = data_parallel_ranks(recipe, world_size) // max(p.dp_replicate, 1)
+    dp_shard = max(left, 1) if p.dp_shard == -1 else p.dp_shard
     axes, num_shards = ("dp_shard", dp_shard) if p.cp == 1 else ("dp_shard * cp", dp_shard * p.cp)
     for key, width, _ in splits_of(recipe, p.tp, "fsdp_split"):
         if is_no_divisor(num_shards, width):
-            problem = (
-                f"{axes} = {num_shards} does not divide model.{key} = {width}, which parallel.tp = {p.tp} requires"
-            )
+            required = f"model.{key} = {width}, which parallel.tp = {p.tp} requires"
             fields = ("parallel.dp_replicate", "parallel.tp", "parallel.cp", f"model.{key}")
-            yield Problem(problem, *fields, steps=[num_shards])
+            yield Problem(f"{axes} = {num_shards} does not divide {required}", *fields, steps=[num_shards])
 
 
 tp_supports_the_recipe = row(
@@ -63,23 +71,17 @@ tp_supports_the_recipe = row(
     "parallel.tp_comm_overlap tp run.device precision.linears format",
 )
 def tp_overlap_is_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, num_local = recipe.parallel, ranks_of_a_node(world_size)
+    p, num_local, needs = recipe.parallel, ranks_of_a_node(world_size), "parallel.tp_comm_overlap = true"
     if not p.tp_comm_overlap:
         return
     if p.tp == 1:
-        yield "parallel.tp_comm_overlap = true has no messages to hide with parallel.tp = 1"
+        yield f"{needs} has no messages to hide with parallel.tp = 1"
     if recipe.run.device == "cpu":
-        yield 'parallel.tp_comm_overlap = true needs run.device = "cuda", not "cpu"'
+        yield f'{needs} needs run.device = "cuda", not "cpu"'
     if p.tp > 1 and world_size >= smallest_world(p) and is_no_divisor(p.tp, num_local):
-        yield (
-            f"parallel.tp = {p.tp} does not divide the {num_local} ranks of a node, which parallel.tp_comm_overlap = "
-            "true needs"
-        )
-    if recipe.precision.format_of("linears") != "compute":
-        yield (
-            f"parallel.tp_comm_overlap = true does not support precision.linears = "
-            f'"{recipe.precision.format_of("linears")}"'
-        )
+        yield f"parallel.tp = {p.tp} does not divide the {num_local} ranks of a node, which {needs} needs"
+    if (chosen := recipe.precision.format_of("linears")) != "compute":
+        yield f'{needs} does not support precision.linears = "{chosen}"'
 
 
 TENSOR_RULES = rules_in(globals())
