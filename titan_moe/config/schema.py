@@ -5,6 +5,7 @@ Parsing, writing and explaining recipes use this schema, so a new field needs no
 
 import ast
 import inspect
+import json
 import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -154,7 +155,7 @@ def in_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + "".join(_escape(character) for character in value) + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(in_toml(entry) for entry in value)}]"
     return str(value)
@@ -187,14 +188,6 @@ def either(values: Iterable[str]) -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """A number with its noun: `1 layer`, `2 layers`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
-
-
-def _escape(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    named = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    is_control = ord(character) < 0x20 or character == "\x7f"
-    return named.get(character, f"\\u{ord(character):04x}") if is_control else character
 
 
 def docstring_of(key: Key) -> str:

@@ -6,11 +6,11 @@ CPU the spans are the self time of operations, the collectives of gloo's threads
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from sys import intern
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from titan_moe.profile.attribution import OTHER, HostEvent, attribute
 from titan_moe.profile.quantisation import QUANTISATION, is_quantisation
@@ -19,6 +19,7 @@ from titan_moe.profile.replay import GRAPH_INSTANTIATIONS, GRAPH_LAUNCHES, UNNAM
 from titan_moe.profile.span import Span
 from titan_moe.profile.trace_events import TraceFile
 
+T = TypeVar("T")
 STEP = "ProfilerStep#"
 PIPELINE = (ACTION_PREFIX, PREFIX + MESSAGES)
 PENDING = ("gloo:send", "gloo:recv")
@@ -130,7 +131,7 @@ def _read(events: Events, unix_offset_us: float | None) -> Timeline:
     replayed, launched = _replayed_and_launched(all_steps, events.host)
     steps = replayed or launched or all_steps
     spans = _device_spans(device, host) if device else _host_spans(host)
-    named_by = [span for step in launched[-1:] if replayed for span in _launched_in(step, spans)]
+    named_by = [span for step in launched[-1:] if replayed for span in _split_by_launch(step, spans)[0]]
     for step in replayed:
         inside, outside = _split_by_launch(step, spans)
         spans = [*outside, *name_parts(inside, named_by)]
@@ -158,17 +159,23 @@ def _host_event(event: dict[str, Any]) -> HostEvent:
 
 def _replayed_and_launched(steps: list[HostEvent], host: list[HostEvent]) -> tuple[list[HostEvent], list[HostEvent]]:
     """The steps that replay a CUDA graph, and those that launch their kernels. One that records a graph is neither."""
+
+    def has_call(step: HostEvent, names: tuple[str, ...]) -> bool:
+        times = (event.start_us for event in calls if event.name.startswith(names))
+        return any(step.start_us <= time_us <= step.stop_us for time_us in times)
+
     calls = [event for event in host if event.category in LAUNCH_CATEGORIES]
-    launches = [event.start_us for event in calls if _is_graph_launch(event)]
-    recordings = [event.start_us for event in calls if event.name.startswith(GRAPH_INSTANTIATIONS)]
-    replayed: list[HostEvent] = []
-    launched: list[HostEvent] = []
-    for step in steps:
-        if any(step.start_us <= time_us <= step.stop_us for time_us in recordings):
-            continue
-        is_replayed = any(step.start_us <= time_us <= step.stop_us for time_us in launches)
-        (replayed if is_replayed else launched).append(step)
-    return replayed, launched
+    calls = [event for event in calls if event.name.startswith(GRAPH_LAUNCHES + GRAPH_INSTANTIATIONS)]
+    steps = [step for step in steps if not has_call(step, GRAPH_INSTANTIATIONS)]
+    return _partition(steps, lambda step: has_call(step, GRAPH_LAUNCHES))
+
+
+def _partition(things: Iterable[T], belongs: Callable[[T], bool]) -> tuple[list[T], list[T]]:
+    """Those that belong, and the others."""
+    inside, outside = list[T](), list[T]()
+    for thing in things:
+        (inside if belongs(thing) else outside).append(thing)
+    return inside, outside
 
 
 def _is_graph_launch(event: HostEvent) -> bool:
@@ -185,29 +192,19 @@ def _device_spans(device: list[DeviceEvent], host: Iterable[tuple[HostEvent, Hos
     return [_device_span(event, launches.get(event.correlation)) for event in device]
 
 
-def _launched_in(step: HostEvent, spans: Iterable[Span]) -> list[Span]:
-    return _split_by_launch(step, spans)[0]
-
-
 def _split_by_launch(step: HostEvent, spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
     """The spans that a step has launched, and the others."""
-    inside: list[Span] = []
-    outside: list[Span] = []
-    for span in spans:
-        is_inside = span.launched_us is not None and step.start_us <= span.launched_us <= step.stop_us
-        (inside if is_inside else outside).append(span)
-    return inside, outside
+    return _partition(
+        spans, lambda span: span.launched_us is not None and step.start_us <= span.launched_us <= step.stop_us
+    )
 
 
 def _split_at_launch(spans: list[Span], start_us: float) -> tuple[list[Span], list[Span]]:
     """Spans launched before a time, and since. Spans without a launch time are split by their start."""
     first_us = min((s.start_us for s in spans if s.launched_us is not None and s.launched_us >= start_us), default=0.0)
-    earlier: list[Span] = []
-    since: list[Span] = []
-    for span in spans:
-        is_earlier = span.start_us < first_us if span.launched_us is None else span.launched_us < start_us
-        (earlier if is_earlier else since).append(span)
-    return earlier, since
+    return _partition(
+        spans, lambda span: span.start_us < first_us if span.launched_us is None else span.launched_us < start_us
+    )
 
 
 def _device_span(event: DeviceEvent, launch: HostEvent | None) -> Span:

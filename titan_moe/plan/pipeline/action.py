@@ -1,6 +1,6 @@
 """The actions of a pipeline rank, alone and in pairs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal[
@@ -14,6 +14,8 @@ Kind = Literal[
     "receive_gradient",
 ]
 
+BACKWARDS = "backward", "backward_input"
+"""The actions that compute gradients of activations."""
 KEPT_SENDS = 4
 """Sent tensors that a rank keeps. Before a further send it waits for the oldest one, and uses its buffer."""
 
@@ -60,3 +62,22 @@ def actions_in(listed: Action | Pair) -> tuple[Action, ...]:
 def flat(actions: Iterable[Action | Pair]) -> Iterator[Action]:
     """All actions, with those of a pair one after the other."""
     return (action for listed in actions for action in actions_in(listed))
+
+
+def needs_of(action: Action, known: Collection[Action], last_stage: int) -> list[Action]:
+    """What an action waits for: where one of several things will do, the first that is known."""
+    kind, stage, microbatch = action
+    if kind == "backward_weight":
+        return [Action("backward_input", stage, microbatch)]
+    if kind == "forward":
+        before = [Action("send_activation", stage - 1, microbatch), Action("forward", stage - 1, microbatch)]
+        return _first_known(before, known) if stage > 0 else []
+    if kind not in BACKWARDS:
+        return []
+    after = [Action(kind, stage + 1, microbatch) for kind in ("send_gradient", "backward", "backward_input")]
+    return [Action("forward", stage, microbatch), *(_first_known(after, known) if stage < last_stage else [])]
+
+
+def _first_known(choices: Sequence[Action], known: Collection[Action]) -> list[Action]:
+    """The first that is known; another one is waited for in vain."""
+    return [next((choice for choice in choices if choice in known), choices[0])]

@@ -28,7 +28,7 @@ class Part:
     has_head: bool = True
     num_in_flight: float = 1.0
     """The largest number of microbatches whose activations the rank keeps at a time; those of all its layers count as
-    one."""
+    one, those of a half of them as a half."""
     num_before_backward: float = 1.0
     """Of these, in the same way, the largest number whose gradients of activations are not computed yet."""
     num_delayed: float = 0.0

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
-from titan_moe.plan.pipeline.action import Action, Pair, flat
+from titan_moe.plan.pipeline.action import Action, Pair, flat, needs_of
 from titan_moe.plan.pipeline.orders import Order, order_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
@@ -157,17 +157,13 @@ class _Rank:
         self.num_in_flight += sum((action.kind == "forward") - action.frees for action in self.running)
 
     def _next(self, ended: set[Action]) -> tuple[Action, ...]:
-        if self.order and all(self._can_run(action, ended) for action in self.order[0]):
+        needed = (
+            (need for action in self.order[0] for need in needs_of(action, ended, self.num_stages - 1))
+            if self.order
+            else ()
+        )
+        if self.order and all(need in ended for need in needed):
             is_full = self.num_in_flight >= self.num_stages and self.order[0][0].kind == "forward"
             if not (is_full and self.weight_grads):
                 return self.order.popleft()
         return (self.weight_grads.popleft(),) if self.weight_grads else ()
-
-    def _can_run(self, action: Action, ended: set[Action]) -> bool:
-        kind, stage, microbatch = action
-        if kind == "forward":
-            return stage == 0 or Action("forward", stage - 1, microbatch) in ended
-        if stage == self.num_stages - 1:
-            return Action("forward", stage, microbatch) in ended
-        after = (Action("backward", stage + 1, microbatch), Action("backward_input", stage + 1, microbatch))
-        return any(gradient in ended for gradient in after)

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from titan_moe.plan.pipeline.action import KEPT_SENDS, Action, Kind, Pair, actions_in, flat
+from titan_moe.plan.pipeline.action import KEPT_SENDS, Action, Kind, Pair, actions_in, flat, needs_of
 
-BACKWARDS = "backward", "backward_input"
-"""The actions that compute gradients of activations."""
 HELD: dict[Kind, int] = {"forward": 1, "backward": -1, "backward_weight": -1}
 BEFORE_BACKWARD: dict[Kind, int] = {"forward": 1, "backward": -1, "backward_input": -1}
 DELAYED: dict[Kind, int] = {"backward_input": 1, "backward_weight": -1}
@@ -97,7 +95,7 @@ def simulate(actions: Sequence[Sequence[Action | Pair]], times: Times) -> Simula
         for rank, of_rank in enumerate(actions):
             while len(runs[rank]) < len(of_rank):
                 action = of_rank[len(runs[rank])]
-                needed = [need for one in actions_in(action) for need in _needs(one, listed, last_stage)]
+                needed = [need for one in actions_in(action) for need in needs_of(one, listed, last_stage)]
                 if not all(need in ends for need in needed):
                     break
                 start = max([ends[need] for need in needed] + [run.end for run in runs[rank][-1:]], default=0.0)
@@ -109,25 +107,6 @@ def simulate(actions: Sequence[Sequence[Action | Pair]], times: Times) -> Simula
     if waiting:
         raise ValueError(f"pipeline ranks wait for each other; by rank: {waiting}")
     return Simulation(runs)
-
-
-def _needs(action: Action, listed: Collection[Action], last_stage: int) -> list[Action]:
-    """What an action waits for."""
-    kind, stage, microbatch = action
-    if kind == "backward_weight":
-        return [Action("backward_input", stage, microbatch)]
-    if kind == "forward":
-        before = [Action("send_activation", stage - 1, microbatch), Action("forward", stage - 1, microbatch)]
-        return _first(before, listed) if stage > 0 else []
-    if kind not in BACKWARDS:
-        return []
-    after = [Action(kind, stage + 1, microbatch) for kind in ("send_gradient", "backward", "backward_input")]
-    return [Action("forward", stage, microbatch), *(_first(after, listed) if stage < last_stage else [])]
-
-
-def _first(choices: Sequence[Action], listed: Collection[Action]) -> list[Action]:
-    """The first that is in the lists; one that is in none is waited for in vain."""
-    return [next((choice for choice in choices if choice in listed), choices[0])]
 
 
 def max_held(
