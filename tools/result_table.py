@@ -66,7 +66,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
         "tokens a microbatch": f"{microbatch_tokens(recipe):,}",
         "microbatches": str(num_microbatches(recipe, num_ranks)),
         "pipeline": _pipeline(recipe, num_ranks),
-        "recompute": recipe.memory.recompute,
+        "recompute": ", ".join(recipe.memory.recompute) or "none",
         "optimizer": f"{recipe.optim.kind}; master {p.master}, reduce {p.reduce}, moments {p.moments_dtype}",
         "routing": train.forced_load if train.forces_load else f"natural ({recipe.data.source})",
         "kernels": f"{recipe.perf.kernels}{overridden}",

@@ -2,12 +2,13 @@
 
 The dense part of a block (norms, attention, residual), its router, its experts and its shared experts are one graph
 each. A dense block is one graph, and so is the softmax of the loss unless it is a Triton kernel. Dispatch and combine
-stay eager, because the dispatcher may read sizes on the host.
+stay eager, because the dispatcher may read sizes on the host. Where a part of a piece is recomputed by itself, the
+piece is compiled by parts (`parts` of a layer): what is between them is then a tensor.
 
 All blocks share their code and have no Python number that differs by layer, so each graph compiles once per model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import partial, wraps
 from typing import Any
 
@@ -24,9 +25,14 @@ from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.moe import MoE
 
+Method = tuple[nn.Module, str]
 
-def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None:
-    """Compile every block in place. Parameter names do not change."""
+
+def apply(
+    model: nn.Module, config: CompileConfig, device: torch.device, borders: Collection[Method] = frozenset()
+) -> None:
+    """Compile every block in place. Parameter names do not change. No graph goes beyond the `borders`, methods whose
+    outputs or inputs are tensors of their own."""
     if not config.compiles(device.type):
         return
     if device.type == "cuda":
@@ -36,12 +42,11 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
             module.cross_entropy = partial(linear_cross_entropy, softmax=_compile(loss_and_dlogits))
         elif isinstance(module, MoE):  # in a block of any class, also a user's
             for piece in (module.router, module.shared_experts):
-                piece.forward = _compile(piece.forward)  # type: ignore[method-assign]
+                _compile_parts(piece, "forward", borders)
             if getattr(module.experts.mlp, "queue", None) is None:  # or it is kernels with side effects
                 module.experts.compute = _compile_experts(module)  # type: ignore
         elif isinstance(module, Block):
-            name = "forward" if _is_dense(module) else "front"
-            setattr(module, name, _compile(getattr(module, name)))
+            _compile_parts(module, "forward" if _is_dense(module) else "front", borders)
 
 
 def modules_in_graphs(model: nn.Module, config: CompileConfig, device: torch.device) -> set[nn.Module]:
@@ -56,6 +61,28 @@ def modules_in_graphs(model: nn.Module, config: CompileConfig, device: torch.dev
         elif isinstance(module, Block):  # all of it, or its front
             inside.update((module if _is_dense(module) else module.attention).modules())
     return inside
+
+
+def _compile_parts(module: nn.Module, method: str, borders: Collection[Method]) -> None:
+    """Compile a method as one graph, or its parts if one of them is, or has, a border."""
+    parts = list(_parts(module, method))
+    if not any(_has_border(*part, borders) for part in parts):
+        if type(module) is not nn.Linear:  # one GEMM: a graph adds nothing
+            setattr(module, method, _compile(getattr(module, method)))
+        return
+    for part in parts:
+        _compile_parts(*part, borders)
+
+
+def _has_border(module: nn.Module, method: str, borders: Collection[Method]) -> bool:
+    return (module, method) in borders or any(_has_border(*part, borders) for part in _parts(module, method))
+
+
+def _parts(module: nn.Module, method: str) -> Iterator[Method]:
+    """The methods that a method of a layer calls, as the layer lists them."""
+    for name in getattr(type(module), "parts", {}).get(method, ()):
+        owner = getattr(module, name)
+        yield (owner, "forward") if isinstance(owner, nn.Module) else (module, name)
 
 
 def _is_dense(block: Block) -> bool:

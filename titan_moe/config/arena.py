@@ -30,8 +30,7 @@ def why_no_arena(recipe: Recipe, experts: str) -> Iterator[str]:
 def _can_have_arena(recipe: Recipe, experts: str) -> bool:
     p = recipe.parallel
     is_bounded = p.has_auto_capacity or p.fixed_capacity_factor > 0
-    sends_again = recipe.memory.recompute == "experts" and p.overlap != "tile"
-    can_have = p.facts.shares_memory_of_ep and p.ep > 1 and is_bounded and not sends_again
+    can_have = p.facts.shares_memory_of_ep and p.ep > 1 and is_bounded
     return can_have and experts == "fused" and recipe.model.num_moe_layers > 0
 
 

@@ -92,6 +92,7 @@ def _near(key: Key, value: Any, steps: Collection[int]) -> Iterator[tuple[Any, f
             yield choice, 1.0 if choice == key.default else 1.1 + number / 100
     elif key.is_list:
         yield from ((tuple(other for other in value if other != entry), 1.0) for entry in value)
+        yield key.default, 1.05
         yield (), 1.1
     elif key.plain_type is bool:
         yield not value, 1.0

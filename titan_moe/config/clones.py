@@ -11,6 +11,7 @@ from dataclasses import replace
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, expert_hidden_size, expert_slots
+from titan_moe.config.recompute import recompute_of
 
 NUM_CLONES = 2
 """Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean, where that is
@@ -83,7 +84,7 @@ def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield "precision.compute is precision.master, so GEMMs would need a copy of a rank's own weights"
     if p.pp > 1 or p.overlap == "microbatch":
         yield "microbatches in flight share the copies of a rank's own weights, and have different clones"
-    if recipe.memory.recompute != "none":
+    if not {"block", "expert_weights"}.isdisjoint(recompute_of(recipe).layers):
         yield "recomputation would fetch the weights of clones again"
     if not (p.has_auto_capacity or p.fixed_capacity_factor):
         yield "without a capacity bound the host reads nothing after a step, so it would not see the imbalance"

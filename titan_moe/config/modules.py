@@ -5,7 +5,7 @@ and, where the layout matters, of one rank. A new part of a model is one more ro
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -55,6 +55,8 @@ class Module:
     multiply_adds: int = 0  # with weights, of a token in forward
     pair_width: int = 0  # multiply-adds of a query and a key that it attends to, in QK^T and PV
     kept: int = 0  # elements that backward keeps
+    freed: tuple[tuple[str, int], ...] = ()  # of these, those that a part of memory.recompute does not keep, by name
+    reads: str = ""  # the part of memory.recompute that has its input, which nothing else reads
     gradients: int = 0  # elements of gradients that exist at a time, and of what is computed again beside them
     kept_as_codes: float = 0
     """Elements that it keeps beyond these if it keeps codes of its input, half an element each. Inputs that nothing
@@ -68,6 +70,10 @@ class Module:
     def number(self) -> int:
         """How many the model has."""
         return 1 if self.layers is None else len(self.layers)
+
+    def freed_by(self, names: Collection[str]) -> int:
+        """Elements that are not kept where these parts are computed again."""
+        return sum(elements for name, elements in self.freed if name in names)
 
     def is_in(self, layer: int) -> bool:
         """Whether a layer has it."""
@@ -120,9 +126,11 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     vocabulary, columns = Split("vocab_size", words), Split("hidden_size", width)
     splits: Any = {"part": None, "tp_split": vocabulary, "fsdp_split": columns}
     yield _matrix("embedding", None, tp, "embed", (words, width), "inputs", multiply_adds=0, **splits)
-    yield _vectors("norms", layers, "attention_norm", width, kept=2 * width)  # input and output
+    own_input = (("norms", width),) if tp == 1 else ()  # over tp, what is gathered of it is kept
+    yield _vectors("norms", layers, "attention_norm", width, kept=2 * width, freed=own_input)  # input and output
     yield from attention(model, layers, p)
-    yield _vectors("norms", layers, "ffn_norm", width, kept=2 * width)
+    yield _vectors("norms", layers[:num_dense], "ffn_norm", width, kept=2 * width, freed=own_input)
+    yield _vectors("norms", layers[num_dense:], "ffn_norm", width, kept=2 * width, freed=(("norms", width),))
     hidden = Split("ffn_hidden_size", model.ffn_hidden_size)
     yield from _mlp("dense", layers[:num_dense], tp, "feed_forward", width, hidden)
     yield from _moe(model, layers[num_dense:], p)
@@ -145,9 +153,9 @@ def _matrix(
     return Module(path, region, layers, widths=widths, **(counts | facts | row))
 
 
-def _vectors(region: Region, layers: range | None, path: str, size: int, kept: int = 0) -> Module:
+def _vectors(region: Region, layers: range | None, path: str, size: int, **row: Any) -> Module:
     """Parameters that every rank of tp has. Their FLOPs are few and not counted."""
-    return Module(path, region, layers, parameters=size, own_parameters=size, whole=size, kept=kept)
+    return Module(path, region, layers, parameters=size, own_parameters=size, whole=size, **row)
 
 
 def _ranks(p: ParallelConfig) -> tuple[int, int, int, int]:
@@ -167,15 +175,18 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     kept: Any = {"kept": (tp - 1) * width + queries + keys, "gradients": queries + keys, "overlaps": True}
     split = "outputs" if tp <= a.num_kv_heads else ""  # else every rank has all of them
     row = partial(_matrix, "attention", layers, tp)
-    yield row("attention.qkv", (width, fused), split, own_widths=own, copies=tp, reads_alone=True, **kept)
+    reads: Any = {"reads_alone": True, "reads": "norms" * (tp == 1)}
+    yield row("attention.qkv", (width, fused), split, own_widths=own, copies=tp, **reads, **kept)
     yield _vectors("attention", layers, "attention.qkv.bias", fused if a.qkv_bias else 0)
     yield _vectors("attention", layers, "attention.qk_norm_rope", 2 * a.head_dim if a.qk_norm else 0)
     exchanged = keys + 2 * queries if by_heads > 1 else 0
     received = (1 - 1 / by_heads) * exchanged + (cp // by_heads - 1) * keys
+    attended = queries + by_keys * keys
+    normed = (queries if by_keys > 1 else attended) if a.qk_norm and by_heads == 1 else 0  # and rotated, not exchanged
+    freed = ("qkv_rope", normed)
+    sizes: Any = {"attended": attended, "result": queries, "received": received}
     heads = Split("attention.num_heads", a.num_heads, a.num_kv_heads)
-    yield _core(
-        layers, by_heads, heads, 2 * queries, attended=queries + by_keys * keys, result=queries, received=received
-    )
+    yield _core(layers, by_heads, heads, 2 * queries, **sizes, freed=freed)
     yield row("attention.out", (queries, width), "inputs", reads_alone=by_heads > 1)
 
 
@@ -193,6 +204,8 @@ def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     compressed = tp * rank + queries
     kept: Any = {"kept": compressed + (tp * width if tp > 1 and not rank else 0), "gradients": compressed}
     # without compression it reads what `kv_down` does, but for the tokens of other ranks
+    if is_whole := by_heads == 1:  # heads are not exchanged
+        kept["freed"] = (("mla_up", queries),)
     yield row(
         "attention.q_up",
         (rank or width, queries),
@@ -203,25 +216,31 @@ def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
         fsdp_split=Split("attention.q_lora_rank", rank) if rank else None,
     )
     size = tp * by_heads * projected
-    yield row("attention.kv_down", (width, projected), reads_alone=True, kept=size, gradients=size)
+    yield row(
+        "attention.kv_down", (width, projected), reads_alone=True, reads="norms" * (tp == 1), kept=size, gradients=size
+    )
     yield _vectors("attention", layers, "attention.kv_norm", latent)
     own, copies = (latent, values // (tp * by_heads)), tp * by_heads * by_keys
     size = copies * latent + by_keys * values
     kept = {"kept": size, "gradients": size, "copies": copies, "reads_alone": True, "overlaps": False}
+    kept["freed"] = (("mla_up", is_whole * by_keys * values),)
     columns = Split("attention.kv_lora_rank", latent)
     yield row("attention.kv_up", (latent, values), "outputs", own_widths=own, fsdp_split=columns, **kept)
     received = (1 - 1 / by_heads) * (queries + result) + (cp - 1) * tp * projected
-    heads = Split("attention.num_heads", a.num_heads)
-    yield _core(layers, by_heads, heads, queries + result, attended=by_keys * queries, result=result, received=received)
+    sizes: Any = {"attended": by_keys * queries, "result": result, "received": received}
+    heads, freed = Split("attention.num_heads", a.num_heads), ("mla_up", is_whole * by_keys * queries)
+    yield _core(layers, by_heads, heads, queries + result, **sizes, freed=freed)
     yield row("attention.out", (result, width), "inputs", reads_alone=by_heads > 1)
 
 
 def _core(
-    layers: range, by_heads: int, heads: Split, pair_width: int, *, attended: int, result: int, received: float
-) -> Module:
+    layers: range, by_heads: int, heads: Split, pair_width: int,
+    *, attended: int, result: int, received: float, freed: tuple[str, int],
+) -> Module:  # fmt: skip
     """Attention without projections. `ulysses` keeps the result before and after its exchange."""
     kept, gradients = attended + (1 + (by_heads > 1)) * result, attended + result
     sizes: Any = {"kept": kept, "gradients": gradients, "received": received, "tp_split": heads}
+    sizes["freed"] = (freed, ("attention", kept - attended))
     return Module("attention", "attention", layers, pair_width=pair_width, **sizes)
 
 
@@ -231,6 +250,10 @@ def _mlp(region: Region, layers: range, tp: int, path: str, width: int, split: S
     hidden, is_dense, row = split.number, region == "dense", partial(_matrix, region, layers, tp)
     kept: Any = {"kept": 2 * hidden + ((tp - is_dense) * width if tp > 1 else 0)}
     kept["gradients"] = 4 * hidden if is_dense else 0  # of hidden states and of activations, and the activations
+    kept |= {
+        "freed": (("dense_mlp" if is_dense else "shared_experts", 2 * hidden),),
+        "reads": "norms" * (is_dense and tp == 1),
+    }
     alone = tp > 1 or is_dense
     yield row(f"{path}.gate_up", (width, 2 * hidden), "outputs", copies=tp, reads_alone=alone, tp_split=split, **kept)
     yield row(f"{path}.down", (hidden, width), "inputs")

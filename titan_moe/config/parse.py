@@ -216,6 +216,8 @@ def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
         value = os.path.expanduser(value)
     if key.is_list and type(value) is list and all(type(entry) is str for entry in value):
         value = tuple(value)
+    if key.is_list and type(value) is str and key.default and not setting.is_text:
+        value = (value,)  # one entry
     if key.plain_type is float and type(value) is int:
         value = _as_float(value)
     of_type = (type(value) is str and value in key.choices) if key.choices else type(value) is key.plain_type

@@ -67,10 +67,20 @@ class CompileConfig:
 class MemoryConfig:
     """Activation memory."""
 
-    recompute: Literal["none", "experts", "block"] = "none"
-    """Recompute activations in backward instead of keeping them (arXiv:1604.06174).
+    recompute: tuple[str, ...] = ("auto",)
+    """What backward computes again instead of keeping it (arXiv:1604.06174, arXiv:2205.05198): names, each for all
+    layers, or for some: "norms:8" for the first eight, "norms:-8" for the last, "norms:4-11".
+    `auto`: On GPUs, the cheapest parts with which a step fits the memory, by the plan: nothing where all of it fits.
+    `titan-moe check` shows them, and the saved recipe of the run contains them. On CPUs nothing.
     `none`: Keep all activations.
-    `experts`: Recompute the expert MLPs. No communication is repeated, except the experts' reads of rows with
+    `norms`: The results of the two norms of a block.
+    `qkv_rope`: Normed and rotated queries and keys, and values (gqa with qk_norm).
+    `mla_up`: Queries, keys and values, from their latents (mla).
+    `attention`: The result of attention, which runs twice.
+    `dense_mlp`: The hidden states of dense layers.
+    `shared_experts`: The hidden states of shared experts.
+    `moe_act`: The hidden states of experts, from rows that are kept. No communication is repeated.
+    `experts`: The expert MLPs. No communication is repeated, except the experts' reads of rows with
     `parallel.overlap = "tile"`.
-    `block`: Recompute whole blocks, dispatch and combine included. The experts of each token are kept, 4 bytes a
-    choice: the second forward takes those of the first. A block calls each of its routers once."""
+    `block`: Whole blocks, dispatch and combine included. The experts of each token are kept, 4 bytes a choice: the
+    second forward takes those of the first. A block calls each of its routers once."""

@@ -84,6 +84,7 @@ class GroupedQueryAttention(nn.Module):
     """
 
     residual_ends = ("out.weight",)
+    parts = {"forward": ("qkv", "qk_norm_rope", "core"), "core": ("out",)}
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
@@ -100,4 +101,8 @@ class GroupedQueryAttention(nn.Module):
         """[B, N, D] -> [B, N, D]."""
         q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), context.cos_NR, context.sin_NR)
         k_BNHD, v_BNHD = self.gather_keys(k_BNHD, v_BNHD)
+        return self.core(q_BNHD, k_BNHD, v_BNHD, context)
+
+    def core(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context) -> Tensor:
+        """Attention itself and the output projection: -> [B, N, D]."""
         return self.out(self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

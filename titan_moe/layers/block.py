@@ -19,8 +19,10 @@ ATTENTIONS: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention, "mla": M
 class Block(nn.Module):
     """Pre-norm attention and feed-forward with residuals; the feed-forward is dense or a mixture of experts.
 
-    `front` is everything before the feed-forward layer.
+    `front` is everything before the feed-forward layer. `parts` of a layer are the methods that its own ones call.
     """
+
+    parts = {"front": ("attention_norm", "attention", "ffn_norm"), "forward": ("front", "feed_forward")}
 
     def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()

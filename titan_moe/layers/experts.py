@@ -67,9 +67,16 @@ class GroupedExperts(nn.Module):
 
     def use(self, rows: Tensor | None = None, exchange: Any = None) -> ExpertUse:
         """The parameters of this rank's experts, ready for compute; for given rows with clones."""
+        return self._transformed(ExpertUse(self.casts(), rows, exchange), *list(TRANSFORMS)[1:])
+
+    def casts(self) -> ExpertWeights:
+        """The parameters as the transform "local" makes them."""
         names = tuple(name for name in GroupedExperts.parameter_dims if getattr(self, name) is not None)
-        use = ExpertUse(ExpertWeights.of([getattr(self, name) for name in names], names), rows, exchange)
-        for name in TRANSFORMS:
+        weights = ExpertWeights.of([getattr(self, name) for name in names], names)
+        return self._transformed(ExpertUse(weights), "local").weights
+
+    def _transformed(self, use: ExpertUse, *names: str) -> ExpertUse:
+        for name in names:
             if name in self.transforms:
                 use = self.transforms[name](use)
         return use

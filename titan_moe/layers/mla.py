@@ -24,6 +24,7 @@ class MultiHeadLatentAttention(nn.Module):
     """
 
     residual_ends = ("out.weight",)
+    parts = {"forward": ("down", "up", "core"), "core": ("out",)}
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
@@ -46,14 +47,25 @@ class MultiHeadLatentAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        q_BNHD = self.q_up(self.q_norm(self.q_down(x_BND))).unflatten(-1, (-1, self.qk_dim))
-        q_nope, q_rope = q_BNHD.split([self.nope_dim, self.rope_dim], dim=-1)
+        return self.core(*self.up(*self.down(x_BND, context), context), context)
+
+    def down(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries are projected from, the normed latent of keys and values, and the rotated part of keys."""
         latent, k_rope = self.kv_down(x_BND).split([self.kv_lora_rank, self.rope_dim], dim=-1)
         k_rope = self.rotate(k_rope[:, :, None], context.cos_NR, context.sin_NR)
         latent, k_rope = self.gather_keys(self.kv_norm(latent), k_rope)
+        return self.q_norm(self.q_down(x_BND)), latent, k_rope
+
+    def up(self, from_BND: Tensor, latent: Tensor, k_rope: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [B, N, H, D] each."""
+        q_nope, q_rope = self.q_up(from_BND).unflatten(-1, (-1, self.qk_dim)).split([self.nope_dim, self.rope_dim], -1)
         kv_BNHD = self.kv_up(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope, v_BNHD = kv_BNHD.split([self.nope_dim, self.v_dim], dim=-1)
         q_rope = self.rotate(q_rope, context.cos_NR, context.sin_NR)
         q_BNHD = torch.cat([q_nope, q_rope], dim=-1)
         k_BNHD = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:3], -1)], dim=-1)
+        return q_BNHD, k_BNHD, v_BNHD
+
+    def core(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context) -> Tensor:
+        """Attention itself and the output projection: -> [B, N, D]."""
         return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

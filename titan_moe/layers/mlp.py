@@ -18,6 +18,7 @@ class MLP(nn.Module):
     """
 
     residual_ends = ("down.weight",)
+    parts = {"forward": ("gate_up", "down")}
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
@@ -44,6 +45,8 @@ class SwiGLUDown(nn.Linear):
 
 class GatedMLP(nn.Module):
     """Shared experts with a sigmoid gate a token (Qwen2-MoE)."""
+
+    parts = {"forward": ("gate", "mlp")}
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()

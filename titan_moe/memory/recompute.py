@@ -1,12 +1,17 @@
-"""Recompute activations in backward instead of keeping them (arXiv:1604.06174).
+"""Compute activations again in backward instead of keeping them, by name (config/recompute.py).
 
-`experts` recomputes only the expert MLPs. No collective is repeated; with `overlap = "tile"` the experts' own reads of
-rows are. `block` recomputes whole blocks, dispatch and combine included. Its routers keep their choice of experts, 4
+Of a checkpoint nothing is kept but its inputs (arXiv:1604.06174). Of other parts the outputs are not kept: whatever
+saves one for backward, in the same block, saves how to make it again, and the part keeps what its own backward needs.
+Which reader saves it does not matter: linear layers in any format, attention, the router, a dispatcher.
+
+`experts` computes only the expert MLPs again. No collective is repeated; with `overlap = "tile"` the experts' own reads
+of rows are. `block` repeats whole blocks, dispatch and combine included. Its routers keep their choice of experts, 4
 bytes a choice: logits that differ in their last bits between the two forwards would send tokens elsewhere.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -14,38 +19,79 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from titan_moe.config.perf import MemoryConfig
+from titan_moe.config.recompute import RECOMPUTABLE, Recompute
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep
+from titan_moe.layers.attention import GroupedQueryAttention
 from titan_moe.layers.balance import LoadBalance, repeated
 from titan_moe.layers.block import Block
 from titan_moe.layers.choice import KeptChoice, nothing_chosen
 from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.router import TopKRouter
+from titan_moe.memory.repeated_outputs import RepeatedOutputs
 
-RECOMPUTED: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {
-    "none": lambda model: (),
-    "experts": lambda model: (module for module in model.modules() if isinstance(module, GroupedExperts)),
-    "block": lambda model: model.get_submodule("layers").children(),  # of any class, also a user's
-}
-"""`memory.recompute` -> the modules that keep only their inputs, and the choices of their routers."""
 WAY_OUT = 'memory.recompute = "block" keeps it for the tokens of a block\'s first argument; take "experts" or "none"'
 """For a user's block that its routers' choices do not fit."""
+KEPT = {"moe_act": Keep.ROWS, "experts": Keep.NOTHING}
+"""What fused experts keep."""
+DETERMINISTIC = (Block, GroupedExperts, GroupedQueryAttention, MultiHeadLatentAttention)
+"""Modules without random numbers. A user's block may have dropout."""
 
 
-def apply(model: nn.Module, config: MemoryConfig) -> None:
-    """Replace the forward of the selected modules by one that keeps only its inputs. Parameter names do not change.
+def parts_of(block: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module, str]]:
+    """What is computed again of a block: name, the module that owns it, and its method. Parts that the block does not
+    have are left out."""
+    for name in names:
+        for path in RECOMPUTABLE[name].paths or ("",):
+            parent, _, last = path.rpartition(".")
+            owner: Any = block
+            for step in filter(None, parent.split(".")):
+                owner = getattr(owner, step, None)
+            if not path or isinstance(getattr(owner, last, None), nn.Module):
+                yield name, getattr(owner, last) if path else block, "forward"
+            elif hasattr(owner, last):
+                yield name, owner, last
 
-    Runs after compile: the checkpointed region then surrounds the compiled one, which is exact on every supported
-    version of torch.
+
+def borders(model: nn.Module, recompute: Recompute) -> set[tuple[nn.Module, str]]:
+    """The methods that no graph of the compiler may go beyond: their outputs, or inputs, are tensors of their own."""
+    blocks = model.get_submodule("layers").named_children()
+    parts = [part for layer, block in blocks for part in parts_of(block, recompute.names_of(int(layer)))]
+    return {(module.out, "forward") if name == "attention" else (module, method) for name, module, method in parts}
+
+
+def apply(model: nn.Module, recompute: Recompute) -> None:
+    """Replace methods of the blocks' modules by those that keep less. Parameter names do not change.
+
+    Runs after compile: what is computed again then surrounds compiled code, which is exact on every supported version
+    of torch.
     """
     is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    for module in RECOMPUTED[config.recompute](model):
-        balances = [child for child in module.modules() if isinstance(child, LoadBalance)] if is_frozen else []
-        is_deterministic = type(module) in (Block, GroupedExperts)  # a user's block may have dropout
-        routers = [router for router in module.modules() if isinstance(router, TopKRouter)]
-        module.forward = _recomputed(module.forward, routers, balances, preserves_rng=not is_deterministic)
+    for layer, block in model.get_submodule("layers").named_children():  # of any class, also a user's
+        parts = list(parts_of(block, recompute.names_of(int(layer))))
+        outputs = RepeatedOutputs()
+        for name, module, method in parts:
+            if RECOMPUTABLE[name].how == "outputs":
+                setattr(module, method, outputs.of(getattr(module, method)))
+            elif name in KEPT and isinstance(mlp := getattr(module, "mlp", None), FusedMLP):
+                module.mlp = replace(mlp, keeps=KEPT[name])
+            elif name != "block":
+                _checkpoint(module, method, is_frozen=is_frozen)
+        if any(RECOMPUTABLE[name].how == "outputs" for name, *_ in parts):
+            block.forward = outputs.in_scope(block.forward)
+        if any(name == "block" for name, *_ in parts):
+            _checkpoint(block, "forward", is_frozen=is_frozen)
 
 
-def _recomputed(
+def _checkpoint(module: nn.Module, method: str, *, is_frozen: bool) -> None:
+    balances = [child for child in module.modules() if isinstance(child, LoadBalance)] if is_frozen else []
+    routers = [router for router in module.modules() if isinstance(router, TopKRouter)]
+    is_deterministic = type(module) in DETERMINISTIC
+    repeated = _checkpointed(getattr(module, method), routers, balances, preserves_rng=not is_deterministic)
+    setattr(module, method, repeated)
+
+
+def _checkpointed(
     forward: Callable[..., Any],
     routers: Sequence[TopKRouter],
     balances: Sequence[LoadBalance],

@@ -1,5 +1,7 @@
 """Create the arena of a rank: the buffer of the rows and hidden states of all layers that backward needs."""
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -7,7 +9,6 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.layers.moe import MoE
-from titan_moe.memory.recompute import RECOMPUTED
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.plan.resolved import Resolved
 
@@ -39,18 +40,20 @@ def give_arena(
     shapes = {tuple(moe.experts.down.shape[1:]) for moe in layers}  # whole: experts are split over etp later
     if not are_fused or not resolved.fused_experts_have_arena or len(shapes) != 1:
         return
-    is_checkpointed = recipe.memory.recompute != "none"
-    if recipe.memory.recompute == "block":
-        counts = [count_moe_layers(block) for block in RECOMPUTED["block"](model)]
+    again = resolved.recompute
+    is_checkpointed = "block" in again.layers or not count_moe_layers(model, again.of("experts"))
+    if "block" in resolved.recompute.layers:
+        counts = [count_moe_layers(block) for block in model.get_submodule("layers").children()]
         if max(counts) > 1 or sum(counts) < len(layers):
             return
-    ((width, hidden),) = shapes
-    stages = zip(resolved.stages_of_rank(pipeline_rank), parts, strict=True)
-    of_stages = {stage: count_moe_layers(part) for stage, part in stages}
-    slabs = resolved.slabs(pipeline_rank, of_stages)
+    ((width, features),) = shapes
+    stages = resolved.stages_of_rank(pipeline_rank)
+    with_rows = dict(zip(stages, (count_moe_layers(part, again.of("experts")) for part in parts), strict=True))
+    with_hidden = (count_moe_layers(part, again.of("experts", "moe_act")) for part in parts)
+    slabs = resolved.slabs(pipeline_rank, with_rows, dict(zip(stages, with_hidden, strict=True)))
     arena = Arena(
         width,
-        hidden // recipe.parallel.etp,
+        features // recipe.parallel.etp,
         DTYPES[recipe.precision.compute],
         device,
         is_checkpointed=is_checkpointed,
@@ -58,12 +61,17 @@ def give_arena(
         num_slabs=1 if is_checkpointed else slabs.number,
         num_delayed_slabs=0 if is_checkpointed else slabs.num_delayed,
     )
-    capacity.use_arena(arena, resolved.loads._replace(num_layers=slabs.num_layers))
+    loads = resolved.loads._replace(num_layers=slabs.num_layers, num_hidden_layers=slabs.num_hidden_layers)
+    capacity.use_arena(arena, loads)
     for part in parts:
         if count_moe_layers(part):  # a forward of another part would overwrite a slab
             part.register_forward_pre_hook(lambda *_: capacity.start_forward())
 
 
-def count_moe_layers(part: nn.Module) -> int:
-    """Count the layers whose rows the arena keeps."""
-    return sum(isinstance(module, MoE) for module in part.modules())
+def count_moe_layers(part: nn.Module, without: Collection[int] = ()) -> int:
+    """Count the MoE layers of a part, outside of these blocks."""
+    number = sum(isinstance(module, MoE) for module in part.modules())
+    if not without:
+        return number
+    blocks = part.get_submodule("layers").named_children()
+    return number - sum(count_moe_layers(block) for layer, block in blocks if int(layer) in without)

@@ -18,6 +18,7 @@ from titan_moe.plan.choice.formats import FASTER_FROM, choose_formats, describe_
 from titan_moe.plan.choice.hardware import dotted, find_hardware, gpus_here
 from titan_moe.plan.choice.kernel_table import read_tables
 from titan_moe.plan.choice.kernels import FUSED_WINS, describe_kernels, resolve_kernels
+from titan_moe.plan.choice.recompute import Choice, choose_recompute, is_auto, with_entries
 from titan_moe.plan.cost.count import ParameterCount, count_parameters, training_flops_per_token
 from titan_moe.plan.cost.links import describe_links
 from titan_moe.plan.cost.memory import (
@@ -41,7 +42,10 @@ BALANCED_FACTOR = 1.125
 def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
     """Describe a recipe that passed its rules. Its peak of memory is compared with that of `gpu`, a known one; by
     default with the GPUs of this machine, or else with the measured ones."""
-    as_given, resolved = recipe, Resolved(resolve_clones(recipe, world_size), world_size)
+    devices = [gpu] if gpu else gpus_here() or list(read_tables())
+    as_given, recipe = recipe, resolve_clones(recipe, world_size)
+    again = _recompute(recipe, world_size, devices)
+    resolved = Resolved(with_entries(recipe, again[1].entries) if again else recipe, world_size)
     recipe = resolved.recipe
     rows = [
         ("model", _shape(recipe)),
@@ -55,7 +59,8 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         *_labelled("pipeline", describe_pipeline(resolved, _factor(resolved))),
         ("memory", _memory(resolved)),
         *_peak_itself(resolved),
-        *_fit_rows(as_given, world_size, gpu),
+        *_fit_rows(as_given, world_size, gpu, devices),
+        *_recompute_rows(again),
         *_accumulation_rows(resolved),
         *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
@@ -223,18 +228,41 @@ def _memory(resolved: Resolved) -> str:
     return f"{gib:.3g} GiB {rank}: {kept};{during_a_step}{among_ranks} activations come on top"
 
 
-def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[str, str]]:
+def _recompute(recipe: Recipe, world_size: int, devices: list[str]) -> tuple[str, Choice] | None:
+    """What "auto" computes again on the first of these devices that is known; None if the recipe says it itself."""
+    known = [device for device in devices if find_hardware(device)]
+    if not is_auto(recipe) or recipe.run.device == "cpu" or not known:
+        return None
+    hardware = find_hardware(known[0])
+    assert hardware is not None
+    return known[0], choose_recompute(recipe, world_size, hardware)
+
+
+def _recompute_rows(again: tuple[str, Choice] | None) -> list[tuple[str, str]]:
+    if again is None:
+        return []
+    device, choice = again
+    first, *others = choice.lines()
+    return _labelled("recompute", [f'"auto" on {device}: {first}', *others])
+
+
+def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None, devices: list[str]) -> list[tuple[str, str]]:
     """Whether the peak exceeds the memory of a GPU, and with what changes it does not."""
     if recipe.run.device == "cpu":
         return [("peak", f'not compared with {gpu}: run.device = "cpu"')] if gpu else []
+    lines: list[str] = []
+    for device in devices:
 
-    def need(changed: Recipe, num_ranks: int) -> float:
-        """GiB of the peak, of all ranks on a GPU."""
-        return changed.run.ranks_per_gpu * _peak_gib(Resolved(resolve_clones(changed, num_ranks), num_ranks))
+        def need(changed: Recipe, num_ranks: int, device: str = device) -> float:
+            """GiB of the peak, of all ranks on a GPU."""
+            changed = resolve_clones(changed, num_ranks)
+            if again := _recompute(changed, num_ranks, [device]):
+                changed = with_entries(changed, again[1].entries)
+            return changed.run.ranks_per_gpu * _peak_gib(Resolved(changed, num_ranks))
 
-    lines = list(warn_of_excess(recipe, world_size, need, [gpu] if gpu else gpus_here() or list(read_tables())))
-    if not lines and gpu and (hardware := find_hardware(gpu)):
-        lines = [f"{need(recipe, world_size):.3g} GiB fit the {hardware.memory_gib:g} GiB of {gpu}"]
+        lines += warn_of_excess(recipe, world_size, need, [device])
+        if not lines and gpu and (hardware := find_hardware(gpu)):
+            lines = [f"{need(recipe, world_size):.3g} GiB fit the {hardware.memory_gib:g} GiB of {gpu}"]
     return [("", line) for line in lines]
 
 
@@ -260,7 +288,7 @@ def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:
         max(arena_bytes_per_rank(recipe, at, of_rank) for of_rank in slabs) / 2**30 for at in (factor, factor + 0.125)
     )
     temporary = temporary_bytes_per_rank(recipe) / 2**30
-    is_fixed = bool(recipe.parallel.fixed_capacity_factor) or recipe.memory.recompute != "none"
+    is_fixed = bool(recipe.parallel.fixed_capacity_factor) or "block" in resolved.recompute.layers
     grows = f" at a capacity factor of {factor:g}, {eighth - arena:.3g} GiB more for each eighth,"
     if is_fixed or eighth == arena:
         grows = ""

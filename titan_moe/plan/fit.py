@@ -70,7 +70,9 @@ CHANGES: dict[str, Values] = {
     "parallel.accumulate_unsharded": _set_to(False, 7),
     "train.micro_batch_sequences": _halves(9, least=1),
     "parallel.dp_replicate": _set_to(1, 10),
-    "memory.recompute": _after(none=0, experts=12, block=30),
+    "memory.recompute": lambda entries: (
+        [] if entries in (("auto",), ("block",)) else [(("auto",), 1), (("block",), 30)]
+    ),
     "parallel.ep": _doubled(14),
     "parallel.cp": _doubled(16),
     "run.ranks_per_gpu": _set_to(1, 40),

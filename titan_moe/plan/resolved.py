@@ -15,6 +15,7 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.parallel import ParallelSizes, resolve
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.recompute import recompute_of
 from titan_moe.plan.choice.formats import IN_COMPUTE, choose_formats
 from titan_moe.plan.cost import memory
 from titan_moe.plan.cost.loads import layer_loads
@@ -49,6 +50,7 @@ class Resolved:
     num_clones = _derived(clones.num_clones)
     clones_pay_from = _derived(clones.clones_pay_from)
     loads = _derived(layer_loads)
+    recompute = _derived(recompute_of)
     shared_bytes = _derived(memory.shared_bytes_per_rank)
     workspace_bytes = _derived(memory.workspace_bytes)
     splits_backward = _derived(weight_grads.splits_backward)
@@ -98,7 +100,7 @@ class Resolved:
         """Whether weight gradients of experts are computed while gradients of rows are sent: not with recompute, which
         fixes another order."""
         is_interleaved = self.recipe.parallel.overlap == "microbatch"
-        return is_interleaved and self.kernels.experts == "fused" and self.recipe.memory.recompute == "none"
+        return is_interleaved and self.kernels.experts == "fused" and not self.recompute.without_hidden
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -134,6 +136,6 @@ class Resolved:
         """The peak of a rank at a capacity factor, in the same way."""
         return max(peak_bytes(part, capacity_factor, self.experts) for part in self.parts)
 
-    def slabs(self, pipeline_rank: int, moe_layers: Mapping[int, int]) -> ArenaSlabs:
+    def slabs(self, pipeline_rank: int, moe_layers: Mapping[int, int], hidden_layers: Mapping[int, int]) -> ArenaSlabs:
         """The slabs of the arena of a pipeline rank whose stages have so many MoE layers."""
-        return arena_slabs(self.recipe, pipeline_rank, self.world_size, moe_layers)
+        return arena_slabs(self.recipe, pipeline_rank, self.world_size, moe_layers, hidden_layers)

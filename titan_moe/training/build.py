@@ -181,10 +181,11 @@ def build_parts(
         context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
         weight_grads.apply(part, queue, recipe.compile, device)  # delays those of what will not be compiled
-        regional.apply(part, recipe.compile, device)  # pieces: the hooks of FSDP stay outside the graphs
+        borders = recompute.borders(part, resolved.recompute)
+        regional.apply(part, recipe.compile, device, borders)  # pieces: the hooks of FSDP stay outside the graphs
         if recipe.profile.start_step:
             regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones
-        recompute.apply(part, recipe.memory)  # around compiled code
+        recompute.apply(part, resolved.recompute)  # around compiled code
         fsdp.apply(part, resolved, meshes, replicas)  # outermost: gathers around compiled code
         part.to_empty(device=device)
         seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}

@@ -14,18 +14,21 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.kernels.device import compute_capability, device_name
 from titan_moe.plan.choice import kernels as kernel_choice
 from titan_moe.plan.choice.formats import choose_formats, describe_formats, keep_slower_in_compute, resolve_backend
+from titan_moe.training.resolve_recompute import resolve_recompute
 
 logger = logging.getLogger("titan_moe")
 
 
 def resolve_auto(recipe: Recipe, device: torch.device) -> Recipe:
-    """Resolve `precision.backend`, `perf.kernels` and `parallel.expert_clones`. (`expert_rank_capacity_factor` follows
+    """Resolve `precision.backend`, `perf.kernels`, `parallel.expert_clones` and `memory.recompute`.
+    (`expert_rank_capacity_factor` follows
     the load of a run.)
 
     Raises: RecipeError if the device has no matrix units for a format.
     """
     recipe = resolve_formats(recipe, device)  # first: emulated experts exclude kernels
-    return resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
+    recipe = resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
+    return resolve_recompute(recipe, device)  # last: by the memory that the rest needs
 
 
 def resolve_formats(recipe: Recipe, device: torch.device) -> Recipe:

@@ -24,7 +24,7 @@ from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.format import ExpertFormat
-from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep, fused_expert_mlp
 from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.plan.cost.loads import LayerLoads
@@ -45,6 +45,11 @@ WAYS = {
     "delayed": (2.5, False, "delay"),
     "delayed, lifted": (2.5, True, "delay"),
     "delayed, without an arena": (0.0, False, "delay"),
+    "rows": (2.5, False, Keep.ROWS),
+    "rows, lifted": (2.5, True, Keep.ROWS),
+    "rows, without an arena": (0.0, False, Keep.ROWS),
+    "nothing": (2.5, False, Keep.NOTHING),
+    "nothing, without an arena": (0.0, False, Keep.NOTHING),
 }
 T, K, D, F = equal_local.NUM_TOKENS, equal_local.TOP_K, equal_local.WIDTH, equal_local.HIDDEN
 
@@ -58,6 +63,7 @@ def capacity_with_arena(
     num_replicas: int = 0,
     format: ExpertFormat = PLAIN,
     num_slabs: int = 1,
+    num_hidden_layers: int | None = None,
 ) -> ExpertCapacity:
     """The arena's memory is NaN: what is not written must not be read. With several slabs, one less is delayed."""
     capacity = ExpertCapacity(factor, device)
@@ -65,7 +71,8 @@ def capacity_with_arena(
     arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, format=format, **slabs)
     worst = num_ranks * T
     num_local = equal_local.NUM_EXPERTS // num_ranks + num_replicas
-    capacity.use_arena(arena, LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local)))
+    loads = LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local), num_hidden_layers)
+    capacity.use_arena(arena, loads)
     for buffer in arena.buffers:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN in every format
     return capacity
@@ -116,7 +123,7 @@ def compiled(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(layer, fullgraph=True, backend=backend, dynamic=False)
 
 
-WRAPS: dict[str, Any] = {"none": None, "checkpoint": recomputed, "compile": compiled, "delay": None}
+WRAPS: dict[str, Any] = {"checkpoint": recomputed, "compile": compiled}
 
 
 def run_delayed(dispatcher: TokenDispatcher, module: GroupedExperts, device: torch.device) -> list[Tensor]:
@@ -176,6 +183,7 @@ def run_ways(
             num_replicas=num_replicas,
             format=mlp.format,
             num_slabs=3 if wrap == "delay" else 1,
+            num_hidden_layers=0 if isinstance(wrap, Keep) else None,
         )
         dispatcher.capacity = inner.capacity = capacity if factor else ExpertCapacity(device=device)
         with capacity.unbounded() if is_lifted else nullcontext():
@@ -183,7 +191,10 @@ def run_ways(
             if wrap == "delay":
                 results = run_delayed(dispatcher, module, device)
             else:
-                results = run_layers(dispatcher, module, draw_layers(device), WRAPS[wrap])
+                if isinstance(wrap, Keep):
+                    module.mlp = replace(mlp, keeps=wrap)
+                results = run_layers(dispatcher, module, draw_layers(device), WRAPS.get(wrap))
+                module.mlp = mlp
         answers[way] = results, bool(capacity.invalidates_step), float(capacity.needed_factor())
     return kept_by_autograd, answers
 
@@ -196,7 +207,7 @@ def check_ways(ranks: list[Any]) -> None:
                 assert all(bool(tensor.isfinite().all()) for tensor in results)
             else:
                 assert all(map(torch.equal, results, kept_by_autograd)) and not is_void, way
-        of_one = [way for way in answers if WAYS[way][2] not in ("checkpoint", "delay")]
+        of_one = [way for way in answers if WAYS[way][2] not in ("checkpoint", "delay", *Keep)]
         needs = {answers[way][2] for way in of_one}
         assert len(needs) <= 1, "the need is exact in any case"
     if "too small" in ranks[0][1]:
@@ -210,6 +221,7 @@ def check_ways(ranks: list[Any]) -> None:
     [
         (("kept", "too small", "delayed"), True),
         (("kept", "lifted", "delayed", "delayed, lifted", "delayed, without an arena"), False),
+        (("rows", "rows, lifted", "rows, without an arena", "nothing", "nothing, without an arena"), True),
     ],
 )
 def test_files_of_an_arena_give_the_same_bits(

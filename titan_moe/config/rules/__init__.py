@@ -7,6 +7,7 @@ from titan_moe.config.parallel import smallest_world
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.attention import ATTENTION_RULES
 from titan_moe.config.rules.context import CONTEXT_RULES
+from titan_moe.config.rules.memory import MEMORY_RULES
 from titan_moe.config.rules.model import MODEL_RULES
 from titan_moe.config.rules.moe import MOE_RULES
 from titan_moe.config.rules.parallel import PARALLEL_RULES
@@ -30,6 +31,7 @@ RULES: list[Rule] = [
     *TENSOR_RULES,
     *CONTEXT_RULES,
     *PERF_RULES,
+    *MEMORY_RULES,
     *PRECISION_RULES,
     *RUN_RULES,
 ]

@@ -159,8 +159,7 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "the forward of one microbatch runs between the pieces of another's backward, without the hooks of FSDP",
-    "parallel.overlap accumulate_unsharded memory.recompute model.class "
-    "train.global_batch_sequences micro_batch_sequences",
+    "parallel.overlap accumulate_unsharded model.class train.global_batch_sequences micro_batch_sequences",
 )
 def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, train, needs = recipe.parallel, recipe.train, 'parallel.overlap = "microbatch"'
@@ -168,8 +167,6 @@ def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> I
         return
     if not p.accumulate_unsharded:
         yield f"{needs} gathers parameters once for two microbatches and needs parallel.accumulate_unsharded = true"
-    if recipe.memory.recompute == "block":
-        yield said(recipe, f"{needs} runs blocks in pieces, not {{memory.recompute}}")
     if recipe.model.class_ != ModelConfig.class_:
         yield said(recipe, f'{needs} supports blocks of "{ModelConfig.class_}" only, but {{model.class}}')
     sequences = train.micro_batch_sequences * data_parallel_ranks(recipe, world_size)

@@ -181,11 +181,6 @@ flex_has_the_dtype = row(
     "{precision.compute} has no {perf.attention}",
     "perf.attention precision.compute",
 )
-recomputed_experts_exist = row(
-    "without experts nothing would be recomputed",
-    lambda r: r.memory.recompute == "experts" and r.model.num_moe_layers <= 0,
-    "{memory.recompute} needs layers with experts, and this model has none",
-)
 forced_load_needs_a_router = row(
     "without a router there is no selection to replace",
     lambda r: r.train.forces_load and r.model.num_moe_layers <= 0,

@@ -71,14 +71,12 @@ def microbatches_fill_the_pipeline(recipe: Recipe, world_size: int) -> Iterator[
 
 @rule(
     "a split backward computes weight gradients later, as separate operations",
-    "parallel.pp_schedule accumulate_unsharded memory.recompute",
+    "parallel.pp_schedule accumulate_unsharded",
 )
 def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.pp <= 1 or not SCHEDULES[p.pp_schedule].splits_backward:
         return
-    if recipe.memory.recompute != "none":
-        yield said(recipe, "{parallel.pp_schedule} splits backwards, but {memory.recompute} needs whole ones")
     if not p.accumulate_unsharded:
         reduces = "reduces gradients after the last weight gradient"
         yield said(recipe, f"{{parallel.pp_schedule}} {reduces}, which needs parallel.accumulate_unsharded = true")

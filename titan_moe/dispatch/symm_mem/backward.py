@@ -23,6 +23,7 @@ from titan_moe.kernels.delayed_weight_grads import DelayedWeightGrads
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.format import Passes, Work
 from titan_moe.kernels.experts.formats import FORMATS
+from titan_moe.kernels.experts.fused_mlp import Keep
 from titan_moe.kernels.experts.passes import flops_of_a_pass
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import plan_tiles
@@ -56,11 +57,15 @@ class Backward(NamedTuple):
     ) -> "Backward":  # fmt: skip
         x_SW, hidden, base, *of_slots = kept
         peers = peers_of(plan, memory, peer_ptrs_P, rank, FORMATS[format], Sizes(*sizes), like_TD)
-        arena = Arena.of(peers.sizes.arena)
+        sizes_of = peers.sizes
         rows = Kept(x_SW, hidden, None)
-        if arena is not None:
+        if (arena := sizes_of.kept_in()) is not None:
             rows = Kept(arena.rows_AW, arena.hidden_BH, base)
             arena.verify(base)
+        if sizes_of.keeps == Keep.NOTHING:
+            rows = rows._replace(x_SW=x_SW.new_empty(sizes_of.max_rows, x_SW.shape[1]))
+        if sizes_of.keeps < Keep.ALL:
+            rows = rows._replace(hidden=peers.new_hidden(weights[1].shape[2]))
         work = peers.schedule(ExpertSlots(*of_slots))
         return Backward(peers.format.passes(weights), peers, work, rows)
 
@@ -101,16 +106,20 @@ def backward(
     """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
     run = Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, format, sizes, dy_TD)
     passes, peers, work, rows = run
-    arena = Arena.of(peers.sizes.arena)
-    if arena is not None and arena.backward_recomputes:
+    arena, keeps = peers.sizes.kept_in(), peers.sizes.keeps
+    if keeps == Keep.NOTHING or (arena is not None and arena.backward_recomputes):
         x_TW = peers.format.pack(x_TD)
         peers.barrier()
         peers.offer(x_TW)
         peers.barrier()
         peers.up(passes, weights[1].shape[2], work, rows)
+    elif keeps < Keep.ALL:
+        passes.up(rows.x_SW, Work(work.slots, work.tiles), rows.hidden, rows.base)
     dy_SW, gradients = run.put_gradients(dy_TD)
+    hidden = rows.hidden if peers.format.dw_reads_hidden else None
+    run, rows = run._replace(rows=Kept(rows.x_SW, dy_SW, rows.base)), rows._replace(hidden=dy_SW)  # else it is freed
     if is_trained:
-        grads = peers.format.dw(dy_SW, rows.x_SW, work.slots, work.tiles, gradients, rows.hidden, rows.base)
+        grads = peers.format.dw(dy_SW, rows.x_SW, work.slots, work.tiles, gradients, hidden, rows.base)
     else:
         grads = dy_SW.new_empty(0), dy_SW.new_empty(0)
     return *run.sum_gradients(), *grads
@@ -198,7 +207,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     x_TD, _, plan, weights, *ctx.shared = inputs
     _, overflowed, *kept = output
     # with an arena backward may have to send the rows again; the router keeps them in any case
-    sent = x_TD if Sizes(*ctx.shared[-1]).arena else x_TD.new_empty(0)
+    of = Sizes(*ctx.shared[-1])
+    sent = x_TD if of.uses_arena or of.keeps == Keep.NOTHING else x_TD.new_empty(0)
     ctx.save_for_backward(sent, *plan, *kept, *weights)
     ctx.mark_non_differentiable(overflowed, *kept)
 

@@ -32,7 +32,7 @@ from titan_moe.dispatch.symm_mem.memory import SymmMemory
 from titan_moe.dispatch.symm_mem.mlp import Sizes
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fused_mlp import FusedMLP
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep
 from titan_moe.kernels.experts.weights import ExpertWeights
 
 USUAL_LOAD = 1.25
@@ -73,8 +73,8 @@ class PeerTokens(NamedTuple):
         """
         if not isinstance(mlp, FusedMLP):
             raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
-        of = self.of
-        if mlp.queue is not None:
+        of = self.of._replace(keeps=int(mlp.keeps))
+        if mlp.queue is not None and mlp.keeps is Keep.ALL:
             arena = Arena.of(self.of.arena)
             if arena is None or arena.can_delay:  # else backward gets the rows of one layer after the other again
                 weights, delay = mlp.delay(weights)

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.dispatch.symm_mem.dispatcher import known_plan
-from titan_moe.kernels.experts.arena import Arena
+from titan_moe.kernels.experts.arena import NONE, Arena
 from titan_moe.kernels.experts.format import ExpertFormat, Passes, Work
 from titan_moe.kernels.experts.formats import FORMATS
+from titan_moe.kernels.experts.fused_mlp import Keep
 from titan_moe.kernels.experts.passes import flops_of_a_pass
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
@@ -59,9 +60,26 @@ class Sizes(NamedTuple):
     """Handle of the arena of what backward needs; without one, autograd keeps it."""
     overlaps: int
     """1 if copy blocks get and put rows beside the GEMMs, 0 if rows are got before and put after them."""
+    keeps: int = Keep.ALL
+    """`Keep`: without rows, backward gets them again; without hidden states, it computes these again."""
     delay: int = 0
     """Handle of the `DelayedWeightGrads` that take over weight gradients, which backward computes otherwise; weights
     have no clones then, and the arena, if there is one, can delay."""
+
+    @property
+    def uses_arena(self) -> bool:
+        """Whether the rows of this layer lie in the arena."""
+        return self.arena != NONE and self.keeps > Keep.NOTHING
+
+    def kept_in(self) -> Arena | None:
+        """The arena of the rows, if they lie in one."""
+        return Arena.of(self.arena) if self.uses_arena else None
+
+    def num_returned(self) -> tuple[int, int]:
+        """Rows and hidden states that forward returns for backward."""
+        if self.uses_arena or self.keeps == Keep.NOTHING:
+            return 0, 0
+        return self.max_rows, self.num_slots if self.keeps == Keep.ALL else 0
 
 
 class Kept(NamedTuple):
@@ -101,13 +119,16 @@ class Peers(NamedTuple):
         schedule = schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.sent, self.arrays.rows, self.rank)
         return Work(slots, tiles, schedule)
 
+    def new_hidden(self, num_features: int) -> Tensor:
+        """Memory for the hidden states of one layer."""
+        return self.format.new_hidden(self.sent.local, self.sizes.num_slots, num_features)
+
     def up(self, passes: Passes, num_features: int, work: Work, place: Kept | None) -> tuple[Kept, Any]:
         """Get the rows, and compute hidden states and weighted activations of their slots, the former two in `place`;
         without it in new tensors."""
-        like, max_rows, num_slots = self.sent.local, self.sizes.max_rows, self.sizes.num_slots
+        like, max_rows = self.sent.local, self.sizes.max_rows
         if place is None:
-            hidden = self.format.new_hidden(like, num_slots, num_features)
-            place = Kept(like.new_empty(max_rows, like.shape[2]), hidden, None)
+            place = Kept(like.new_empty(max_rows, like.shape[2]), self.new_hidden(num_features), None)
         x_SW, hidden, base = place
         if work.schedule is None:
             get_rows(self.plan, self.sent, self.rank, max_rows, out=x_SW, base=base)
@@ -157,7 +178,7 @@ def forward(
     With an arena rows and hidden states are empty, and base is int64 [4]. `plan` is ids_TK and the first three of a
     `RowPlan`, `weights` are `ExpertFormat.operands`, `sizes` are `Sizes`.
     """
-    of, passes = Sizes(*sizes), FORMATS[format].passes(weights)
+    of, passes, num_features = Sizes(*sizes), FORMATS[format].passes(weights), weights[1].shape[2]
     peers = peers_of(plan, memory, peer_ptrs_P, rank, FORMATS[format], of, x_TD)
     x_TW = peers.format.pack(x_TD)
     peers.barrier()
@@ -169,19 +190,21 @@ def forward(
     *of_slots, overflowed = sort_assignments(ids_SK, scores_SK, of.num_local_experts, of.num_slots)
     slots = ExpertSlots(*of_slots)
     work = peers.schedule(slots)
-    arena, place = Arena.of(of.arena), None
+    arena, place = of.kept_in(), None
     if arena is not None:
-        base = arena.take(peers.plan.recv_offsets_Q[-1:], slots.offsets_e[-1:])
-        place = Kept(arena.rows_AW, arena.hidden_BH, base)
-    (x_SW, hidden, _), active = peers.up(passes, weights[1].shape[2], work, place)
+        base = arena.take(peers.plan.recv_offsets_Q[-1:], slots.offsets_e[-1:], keeps_slots=of.keeps == Keep.ALL)
+        hidden = arena.hidden_BH if of.keeps == Keep.ALL else peers.new_hidden(num_features)
+        place = Kept(arena.rows_AW, hidden, base)
+    (x_SW, hidden, _), active = peers.up(passes, num_features, work, place)
     peers.barrier()
     peers.put_sums(partial(passes.down, active), work)
     peers.barrier()
     y_TD = sum_partial_results(peers.plan.sent_mask_TP, peers.arrays.rows)
     if arena is None:
         base = slots.offsets_e.new_empty(0, dtype=torch.int64)
-    else:
-        x_SW, hidden = (tensor.new_empty(0, tensor.shape[1]) for tensor in (x_SW, hidden))
+    num_rows, num_hidden = of.num_returned()
+    x_SW = x_SW if num_rows else x_SW.new_empty(0, x_SW.shape[1])
+    hidden = hidden if num_hidden else hidden.new_empty(0, hidden.shape[1])
     return y_TD, overflowed, x_SW, hidden, base, *slots
 
 
@@ -191,10 +214,10 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
         return x_TD.new_empty(shape, dtype=dtype)
 
     format, of = FORMATS[rest[-2]], Sizes(*rest[-1])
-    num_kept, num_hidden = (0, 0) if of.arena else (of.max_rows, of.num_slots)
-    x_SW = x_TD.new_empty(num_kept, format.row_width(x_TD.shape[1], x_TD.dtype))
+    num_rows, num_hidden = of.num_returned()
+    x_SW = x_TD.new_empty(num_rows, format.row_width(x_TD.shape[1], x_TD.dtype))
     hidden = format.new_hidden(x_TD, num_hidden, weights[1].shape[2])
-    base = index(4 if of.arena else 0, dtype=torch.int64)
+    base = index(4 if of.uses_arena else 0, dtype=torch.int64)
     slots = (index(of.num_slots), index(of.max_rows, scores_TK.shape[1]), scores_TK.new_empty(of.num_slots))
     return x_TD.new_empty(x_TD.shape), index(), x_SW, hidden, base, *slots, index(of.num_local_experts)
 

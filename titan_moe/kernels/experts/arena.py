@@ -45,10 +45,13 @@ NONE = 0
 
 
 def take_reference(
-    sizes: list[tuple[int, int]], room: tuple[int, int], keeps: bool = True, slab: int = 0
+    sizes: list[tuple[int, int]], room: tuple[int, int], keeps: bool = True, slab: int = 0, keeps_slots: bool = True
 ) -> tuple[list[tuple[int, int]], tuple[int, int], bool]:
     """The layers of a microbatch by their rows and slots, and the room of a slab: first rows and slots, need, whether
-    one did not fit."""
+    one did not fit. Without `keeps_slots`, slots are in memory of their own."""
+    if not keeps_slots:
+        bases, (num_rows, _), overflowed = take_reference([(rows, 0) for rows, _ in sizes], room, keeps, slab)
+        return [(row, 0) for row, _ in bases], (num_rows, 0), overflowed
     bases, head, overflowed = [], (0, 0), False
     first = (slab * room[0], slab * room[1]) if keeps else (0, 0)
     for size in sizes:
@@ -63,9 +66,11 @@ def take_reference(
 @triton.jit(do_not_specialize=["slab", "num_slab_rows", "num_slab_slots"])
 def _take_kernel(
     rows_ptr, slots_ptr, base_ptr, head_ptr, need_ptr, overflowed_ptr, slab, num_slab_rows, num_slab_slots,
-    KEEPS: tl.constexpr,
+    KEEPS: tl.constexpr, KEEPS_SLOTS: tl.constexpr,
 ):  # fmt: skip
     num_rows, num_slots = tl.load(rows_ptr).to(tl.int64), tl.load(slots_ptr).to(tl.int64)
+    if not KEEPS_SLOTS:
+        num_slots *= 0
     row, slot = tl.load(head_ptr), tl.load(head_ptr + 1)
     tl.store(head_ptr, row + num_rows)
     tl.store(head_ptr + 1, slot + num_slots)
@@ -77,7 +82,7 @@ def _take_kernel(
     fits = (row + num_rows <= num_slab_rows) & (slot + num_slots <= num_slab_slots)
     first = slab.to(tl.int64)  # its product with the room of a slab may be large
     tl.store(base_ptr, first * num_slab_rows + tl.where(fits, row, 0))
-    tl.store(base_ptr + 1, first * num_slab_slots + tl.where(fits, slot, 0))
+    tl.store(base_ptr + 1, first * num_slab_slots + tl.where(fits, slot, 0) if KEEPS_SLOTS else num_slots)
     tl.store(base_ptr + 2, number)
     tl.store(base_ptr + 3, first)
     tl.store(overflowed_ptr, (tl.load(overflowed_ptr) != 0).to(tl.int8) | (~fits).to(tl.int8))
@@ -214,8 +219,9 @@ class Arena:
         self.need.zero_()
         self.overflowed.zero_()
 
-    def take(self, num_rows: Tensor, num_slots: Tensor) -> Tensor:
-        """Take room for a layer: -> int64 [4], its first row and slot, the number of the forward, and its slab.
+    def take(self, num_rows: Tensor, num_slots: Tensor, *, keeps_slots: bool = True) -> Tensor:
+        """Take room for a layer: -> int64 [4], its first row and slot, the number of the forward, and its slab. Without
+        `keeps_slots` the slots are in memory of their own, from 0 on.
 
         Shapes: int32 scalars on the device, the layer's rows and slots; views of longer arrays are allowed.
         """
@@ -223,7 +229,7 @@ class Arena:
         base = head.new_empty(4)
         _take_kernel[(1,)](
             num_rows, num_slots, base, head, self.need, self.overflowed.view(torch.int8),
-            self.slab if self.keeps else 0, *self.room, KEEPS=self.keeps,
+            self.slab if self.keeps else 0, *self.room, KEEPS=self.keeps, KEEPS_SLOTS=keeps_slots,
         )  # fmt: skip
         return base
 

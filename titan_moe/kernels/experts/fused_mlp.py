@@ -15,6 +15,7 @@ The operations take named tuples as lists of their tensors.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,14 @@ from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import ExpertParameter, ExpertWeights, Tensors
 from titan_moe.kernels.permute.rows import place_scores
 from titan_moe.kernels.registry import Kernel, register
+
+
+class Keep(IntEnum):
+    """What an MLP keeps of a forward for backward. Rows that are its input are kept by whatever has them."""
+
+    NOTHING = 0
+    ROWS = 1
+    ALL = 2  # rows and pre-activations
 
 
 def _tiles(slots: ExpertSlots) -> Tiles:
@@ -67,6 +76,20 @@ def _new_results(like_SD: Tensor, format: ExpertFormat) -> tuple[Tensor, Tensor]
     num_rows, width = like_SD.shape
     packed = [num_rows, format.row_width(width, like_SD.dtype)] if format.is_rounded else [0]
     return like_SD.new_empty(like_SD.shape, dtype=format.result_dtype(like_SD.dtype)), like_SD.new_empty(packed)
+
+
+@torch.library.custom_op("titan_moe::expert_mlp_hidden", mutates_args=())
+def _hidden(x: Tensor, slots: Tensors, weights: Tensors, format: str) -> Tensor:
+    """The pre-activation again, from packed rows."""
+    of, at = FORMATS[format], ExpertSlots(*slots)
+    hidden = of.new_hidden(x, at.rows_R.numel(), weights[1].shape[2])
+    of.passes(weights, "forward").up(x, Work(at, _tiles(at)), hidden)
+    return hidden
+
+
+@_hidden.register_fake
+def _(x: Tensor, slots: Tensors, weights: Tensors, format: str) -> Tensor:
+    return FORMATS[format].new_hidden(x, slots[0].shape[0], weights[1].shape[2])
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_dx", mutates_args=())
@@ -107,22 +130,25 @@ def _(
 
 class _FusedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, format: str, delay: Delay | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, format: str, delay: Delay | None, keeps_hidden: bool, *tensors: Tensor) -> Tensor:
         # few parameters and the rest: Dynamo of torch 2.11 drops `ctx` where it counts as many arguments as parameters
         x_SD, *slots = tensors[:5]
         weights = tensors[5:]
         y_SD, x, hidden = _forward(x_SD, slots, weights, format)
         ctx.format, ctx.delay = format, delay
-        ctx.save_for_backward(x if FORMATS[format].is_rounded else x_SD, hidden, *slots, *weights)
+        kept = hidden if keeps_hidden else hidden.new_empty(0)
+        ctx.save_for_backward(x if FORMATS[format].is_rounded else x_SD, kept, *slots, *weights)
         return y_SD
 
     @staticmethod
     def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
         (x, hidden, *saved), format = ctx.saved_tensors, FORMATS[ctx.format]
         slots, weights, dy_SD = saved[:4], saved[4:], dy_SD.contiguous()
+        if hidden.ndim == 1:
+            hidden = _hidden(x, slots, weights, ctx.format)
         dx_SD, dscores_R, dy, *gradients = _backward(dy_SD, x, slots, weights, hidden, ctx.format)
         grads: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[7:]):
+        if any(ctx.needs_input_grad[8:]):
             rows = dy if format.is_rounded else dy_SD, x.detach()  # without its graph
             shape = [slots[3].shape[0], *weights[0].shape[1:]]  # with clones
             operands = *rows, slots, gradients, hidden if format.dw_reads_hidden else None, shape, ctx.format
@@ -130,7 +156,7 @@ class _FusedMLP(torch.autograd.Function):
                 grads = format.split(weights, _dw(*operands))
             else:
                 ctx.delay(partial(_dw, *operands))
-        return None, None, dx_SD, None, None, dscores_R, None, *grads
+        return None, None, None, dx_SD, None, None, dscores_R, None, *grads
 
 
 @dataclass(frozen=True)
@@ -140,6 +166,8 @@ class FusedMLP:
     format: ExpertFormat
     queue: WeightGradQueue | None = None
     """Inside its `delaying`, weight gradients are delayed."""
+    keeps: Keep = Keep.ALL
+    """What backward has of forward; the rest it computes again, or gets again from peers."""
 
     def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None) -> Tensor:
         """-> y_SD. `delay`, if given, takes over the computation of the weight gradients in backward, whose results are
@@ -150,7 +178,7 @@ class FusedMLP:
         if delay is None:
             weights, delay = self.delay(weights)
         slots, operands = slots._replace(scores_R=slots.scores_R.contiguous()), self.format.operands(weights)
-        return _FusedMLP.apply(self.format.name, delay, x_SD.contiguous(), *slots, *operands)
+        return _FusedMLP.apply(self.format.name, delay, self.keeps is Keep.ALL, x_SD.contiguous(), *slots, *operands)
 
     def delay(self, weights: ExpertWeights) -> tuple[ExpertWeights, Delay | None]:
         """For an operation that reads these weights: stand-ins to read, and what takes over their gradients; the
@@ -179,6 +207,11 @@ def format_of(mlp: ExpertMLP) -> ExpertFormat:
 @register_flop_formula(torch.ops.titan_moe.expert_mlp)
 def _count(x: Any, slots: Any, weights: Any, *_: Any, **__: Any) -> int:
     return flops_of_a_pass(slots[0][0], weights[0])
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_hidden)
+def _count_hidden(x: Any, slots: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * flops_of_a_pass(slots[0][0], weights[0]) // 3
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_dx)

@@ -20,16 +20,25 @@ class LayerLoads(NamedTuple):
     """Rows of a layer whose tokens all choose experts of this rank, in the largest batch."""
     worst_slots: int
     """Slots of such a layer."""
+    num_hidden_layers: int | None = None
+    """The layers whose hidden states are kept, a slot each; None for all."""
 
     def of_all_layers(self) -> tuple[float, int]:
         """Rows and slots of all layers together, balanced."""
-        return self.num_layers * self.rows, self.num_layers * self.slots
+        return self.num_layers * self.rows, self._num_hidden * self.slots
+
+    @property
+    def _num_hidden(self) -> int:
+        return self.num_layers if self.num_hidden_layers is None else min(self.num_hidden_layers, self.num_layers)
 
     def room(self, factor: float) -> tuple[int, int]:
         """Rows and slots of an arena of this capacity factor: at least those of one layer's worst case, at most those
         of all layers'."""
         rows, slots = (balanced * factor for balanced in self.of_all_layers())
-        return self._limit(rows, self.worst_rows), self._limit(slots, self.worst_slots)
+        return (
+            _limit(rows, self.worst_rows, self.num_layers),
+            _limit(slots, self.worst_slots, self._num_hidden),
+        )
 
     def largest_factor(self, row_bytes: int, slot_bytes: int, num_bytes: float) -> float:
         """The largest factor, a multiple of 1/8, whose arena takes no more than `num_bytes`. Infinite if the worst case
@@ -48,8 +57,9 @@ class LayerLoads(NamedTuple):
             factor += 1 / 8
         return factor
 
-    def _limit(self, number: float, worst: int) -> int:
-        return math.ceil(min(max(number, worst), self.num_layers * worst))
+
+def _limit(number: float, worst: int, num_layers: int) -> int:
+    return math.ceil(min(max(number, worst), num_layers * worst))
 
 
 def layer_loads(recipe: Recipe) -> LayerLoads:

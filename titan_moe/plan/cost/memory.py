@@ -11,6 +11,7 @@ from titan_moe.config.modules import modules_of, parameters_of_an_expert
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
+from titan_moe.config.recompute import recompute_of
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.pipeline.parts import Part
 from titan_moe.plan.pipeline.slabs import ArenaSlabs
@@ -43,9 +44,11 @@ def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
     is_unsharded = sizes.experts_are_unsharded(precision)
     copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.accumulate_unsharded:
-        if recipe.memory.recompute != "none" and recipe.parallel.pp == 1:
-            return 0
-        return round(experts * copy if is_unsharded else 0) + replica_bytes_per_rank(recipe)
+        again = recompute_of(recipe).of("block", "expert_weights") if recipe.parallel.pp == 1 else frozenset()
+        first, number = recipe.model.num_layers - recipe.model.num_moe_layers, recipe.model.num_moe_layers
+        made_again = sum(layer >= first for layer in again)  # but those of one layer
+        share = (number - max(made_again - 1, 0)) / max(number, 1)
+        return round(share * experts * copy if is_unsharded else 0) + replica_bytes_per_rank(recipe)
     whole = compute + (reduce if has_gradients else 0)
     gathered = dense * whole + experts * (copy if is_unsharded else whole)
     return round(gathered) + replica_bytes_per_rank(recipe)
@@ -88,10 +91,13 @@ def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, slabs: ArenaSla
     """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs; on a pipeline rank
     those of all its slabs, and in its delayed slabs the gradients of results and of activations, which delayed weight
     gradients need too."""
-    factor, slabs = capacity_factor, slabs or ArenaSlabs(1, recipe.model.num_moe_layers)
-    if recipe.memory.recompute != "none":  # nothing is kept: there is room for one layer
+    again, number, factor = recompute_of(recipe), recipe.model.num_moe_layers, capacity_factor
+    without_rows, without_hidden = len(again.of("experts")), len(again.of("experts", "moe_act"))
+    slabs = slabs or ArenaSlabs(1, number - without_rows, num_hidden_layers=number - without_hidden)
+    if "block" in again.layers:  # nothing is kept: there is room for one layer
         factor, slabs = 0.0, slabs._replace(number=1, num_delayed=0)
-    rows, slots = layer_loads(recipe)._replace(num_layers=slabs.num_layers).room(factor)
+    loads = layer_loads(recipe)._replace(num_layers=slabs.num_layers, num_hidden_layers=slabs.num_hidden_layers)
+    rows, slots = loads.room(factor)
     element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], expert_hidden_size(recipe)
     row, slot = recipe.model.expert_width * element, 2 * hidden * element
     if has_native_experts(recipe):
@@ -124,12 +130,16 @@ def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: boo
     width, hidden = recipe.model.expert_width, expert_hidden_size(recipe)
     element = BYTES_OF_DTYPE[recipe.precision.compute]
     weights = experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) * element
+    repeated = recompute_of(recipe)  # hidden states until gradients of rows are put, and rows
+    again = 2 * hidden if repeated.of("moe_act", "experts") else 0
+    rows_again = rows * width * element if "experts" in repeated.layers and not is_native else 0
     if not is_native:
         gathered = width if hidden >= GATHERS_FROM else 0
-        first = (rows * width + slots * 4 * hidden) * element
-        second = (2 * rows * width + slots * (3 * hidden + width)) * element
-        return round(max(first, second, (rows * width + slots * (3 * hidden + gathered)) * element + weights))
-    packed = rows * packed_bytes(recipe, width)
+        first = (rows * width + slots * (4 * hidden + again)) * element
+        second = (2 * rows * width + slots * (3 * hidden + width + again)) * element
+        third = (rows * width + slots * (3 * hidden + gathered)) * element + weights
+        return round(max(first, second, third) + rows_again)
+    packed = rows * packed_bytes(recipe, width) + slots * (packed_bytes(recipe, again) if again else 0)
     sums = rows * width * element
     if recipe.precision.wgrad == "format":  # a factor of each product is transposed; gate and up are two thirds
         products = max(slots * (5 * hidden + width) + 2 / 3 * weights, slots * (4 * hidden + width) + weights)

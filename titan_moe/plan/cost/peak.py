@@ -27,6 +27,7 @@ from titan_moe.config.modules import modules_of
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
+from titan_moe.config.recompute import recompute_of
 from titan_moe.plan.cost.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reduced_bytes, reducing_bytes
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.memory import (
@@ -108,14 +109,20 @@ def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused", capacity_f
 
 
 def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> int:
-    m, num_tokens = recipe.model, microbatch_tokens(recipe)
+    m, num_tokens, again = recipe.model, microbatch_tokens(recipe), recompute_of(recipe)
     element = BYTES_OF_DTYPE[recipe.precision.compute]
-    if recipe.memory.recompute == "block":
-        choices = m.num_moe_layers * m.moe.top_k * CHOICE_BYTES
-        return (m.num_layers * m.hidden_size * element + choices) * num_tokens
-    of_token = sum(module.number * module.kept for module in modules_of(m, recipe.parallel))
+    blocks, modules = again.layers.get("block", frozenset()), modules_of(m, recipe.parallel)
+    of_token = float(len(blocks) * m.hidden_size)
+    for module in modules:
+        if not module.layers:
+            of_token += module.number * module.kept
+            continue
+        of_token += module.kept * sum(layer not in blocks for layer in module.layers)
+        for name, elements in module.freed:
+            of_token -= elements * len(again.layers.get(name, frozenset()).intersection(module.layers) - blocks)
+    choices = sum(layer >= m.num_layers - m.num_moe_layers for layer in blocks) * m.moe.top_k * CHOICE_BYTES
     of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
-    return round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element
+    return round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element + choices * num_tokens
 
 
 def _delayed_bytes(part: Part, capacity_factor: float, experts: str) -> int:
@@ -145,8 +152,13 @@ def _code_elements(recipe: Recipe) -> float:
     is_ours = formats.fprop in ("fp8_rowwise", "fp8_blockwise") and formats.fprop == formats.dgrad == formats.wgrad
     if not is_ours or backend == "emulated" or recipe.run.device == "cpu":
         return 0.0
-    linears = (it for it in gemm_modules(recipe.model, recipe.parallel) if it.part == "linears")
-    return sum(it.row.kept_as_codes for it in linears if not why_kept(recipe, it))
+    linears = [it for it in gemm_modules(recipe.model, recipe.parallel) if it.part == "linears"]
+    again, elements = recompute_of(recipe), 0.0
+    for it in linears:
+        names = () if it.layer is None else again.names_of(it.layer)
+        if "block" not in names and not why_kept(recipe, it):
+            elements += it.row.kept_as_codes + (it.row.own_widths[0] if it.row.reads in names else 0)
+    return elements
 
 
 class _Sizes(NamedTuple):
@@ -177,22 +189,27 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     rows are kept."""
     (rows, slots), p = _sizes(recipe, capacity_factor), recipe.parallel
     sent = rows if p.facts.moves_rows or p.etp > 1 else 0
-    width, hidden = recipe.model.expert_width, 2 * expert_hidden_size(recipe)
-    num_native = count_packed_experts(recipe)
-    num_plain = recipe.model.num_moe_layers - num_native
-    if recipe.memory.recompute == "experts":
-        return round((num_plain + num_native) * sent * width)
+    width, hidden, m = recipe.model.expert_width, 2 * expert_hidden_size(recipe), recipe.model
+    if not m.num_moe_layers:
+        return 0
+    again, of_moe = recompute_of(recipe).layers, range(m.num_layers - m.num_moe_layers, m.num_layers)
+    repeated, in_blocks, without_hidden = (
+        len(again.get(name, frozenset()).intersection(of_moe)) for name in ("experts", "block", "moe_act")
+    )
+    kept = m.num_moe_layers - repeated - in_blocks
+    native = kept * count_packed_experts(recipe) / m.num_moe_layers
     copied = sent or microbatch_tokens(recipe)
-    native = (copied * width + slots * hidden) / 2
-    return num_plain * (round(sent * width) + round(slots * hidden)) + round(num_native * native)
+    share = 1 - without_hidden / max(kept, 1)
+    plain, codes = sent * width + share * slots * hidden, (copied * width + share * slots * hidden) / 2
+    return round((kept - native) * plain + native * codes + repeated * sent * width)
 
 
 def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
     """Bytes of the temporaries of the layer that has most, in backward; with those that it computes again."""
     m, num_tokens, element = recipe.model, microbatch_tokens(recipe), BYTES_OF_DTYPE[recipe.precision.compute]
-    gradients = Counter[str]()
+    gradients, again = Counter[str](), recompute_of(recipe).layers
     for module in modules_of(m, recipe.parallel):
-        gradients[module.region] += module.gradients if module.number else 0
+        gradients[module.region] += (module.gradients + module.freed_by(again)) if module.number else 0
     most: float = max(gradients.values()) * num_tokens * element
     if m.num_moe_layers and has_arena:
         most = max(most, temporary_bytes_per_rank(recipe))
@@ -205,13 +222,13 @@ def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool)
 
 def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
     """Bytes of what backward computes again of one layer, without the arena."""
-    m, what = recipe.model, recipe.memory.recompute
-    if what == "none":
-        return 0
+    m, again = recipe.model, recompute_of(recipe)
     elements = 0.0
-    if m.num_moe_layers and not has_arena:
+    if "block" in again.layers and m.num_moe_layers and not has_arena:
         elements += _sizes(recipe, capacity_factor).slots * 2 * expert_hidden_size(recipe)
-    if what == "block":
+    if "norms" in again.layers:  # what reads it first in backward makes it, and the router reads it last
+        elements += m.hidden_size * microbatch_tokens(recipe)
+    if "block" in again.layers:
         modules = modules_of(m, recipe.parallel)
         of_layers = (sum(it.kept for it in modules if it.is_in(layer)) for layer in range(m.num_layers))
         elements += max(of_layers, default=0) * microbatch_tokens(recipe)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules, why_kept
 from titan_moe.config.modules import modules_of
+from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.recompute import entries_of, recompute_of
 from titan_moe.plan.cost.count import ParameterCount
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.schedules import Measure, measure_rank
@@ -80,8 +82,13 @@ def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Itera
         """The most microbatches at once; one of a half of the rank's layers is a half."""
         return measure_rank(measure, p, few, rank, sizes) / max(sum(sizes.values()), 1.0)
 
+    of_stages = {at: [layer for layer in _layers(stage) if layer >= num_dense] for at, stage in stages.items()}
+    again = recompute_of(recipe)
+    with_rows = {at: len(set(own) - again.of("experts")) for at, own in of_stages.items()}
+    with_hidden = {at: len(set(own) - again.of("experts", "moe_act")) for at, own in of_stages.items()}
+    of_precision, of_memory = _precision_of(recipe, layers), _memory_of(recipe, layers)
     return Part(
-        replace(recipe, model=of_rank, precision=_precision_of(recipe, layers)),
+        replace(recipe, model=of_rank, precision=of_precision, memory=of_memory),
         world_size,
         "embed" in names,
         "head" in names,
@@ -89,7 +96,7 @@ def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Itera
         num_before_backward=most(max_before_backward),
         num_delayed=most(max_delayed) if delays else 0.0,
         num_messages=round(measure_rank(max_messages, p, few, rank, {at: 1.0 for at, size in sizes.items() if size})),
-        slabs=arena_slabs(recipe, rank, world_size, moe_layers),
+        slabs=arena_slabs(recipe, rank, world_size, with_rows, with_hidden),
         run=recipe,
     )
 
@@ -105,6 +112,13 @@ def _precision_of(recipe: Recipe, layers: list[int]) -> PrecisionConfig:
         if module.layer in layers and precision.format_of(module.part) != "compute" and why_kept(recipe, module)
     )
     return replace(precision, modules_in_compute=kept, num_layers_at_start_in_compute=0, num_layers_at_end_in_compute=0)
+
+
+def _memory_of(recipe: Recipe, layers: list[int]) -> MemoryConfig:
+    """What is computed again of some layers, by their numbers among these alone."""
+    again = recompute_of(recipe).layers
+    own = {name: [layers.index(layer) for layer in layers if layer in chosen] for name, chosen in again.items()}
+    return replace(recipe.memory, recompute=entries_of(own, len(layers)))
 
 
 def _layers(names: Iterable[str]) -> list[int]:

@@ -19,17 +19,22 @@ class ArenaSlabs(NamedTuple):
     """MoE layers that one has room for: those of the stage that has most of them."""
     num_delayed: int = 0
     """The most pairs between `backward_input` and `backward_weight`."""
+    num_hidden_layers: int | None = None
+    """MoE layers whose hidden states one has room for; None for all."""
 
 
-def arena_slabs(recipe: Recipe, rank: int, world_size: int, moe_layers: Mapping[int, int]) -> ArenaSlabs:
-    """The slabs of a pipeline rank whose stages have so many MoE layers. A stage without any needs none."""
-    p, most = recipe.parallel, max(moe_layers.values())
+def arena_slabs(
+    recipe: Recipe, rank: int, world_size: int, moe_layers: Mapping[int, int], hidden_layers: Mapping[int, int]
+) -> ArenaSlabs:
+    """The slabs of a pipeline rank whose stages have so many MoE layers, and so many of them whose hidden states are
+    kept. A stage without any needs none."""
+    p, most, most_hidden = recipe.parallel, max(moe_layers.values()), max(hidden_layers.values())
     if p.pp == 1 or not most:
-        return ArenaSlabs(1, most)
+        return ArenaSlabs(1, most, num_hidden_layers=most_hidden)
     with_experts = {stage: 1.0 for stage, number in moe_layers.items() if number}
     of_rank = p, few_microbatches(recipe, world_size), rank, with_experts
     num_delayed = measure_rank(max_delayed, *of_rank) if splits_backward(recipe) else 0
-    return ArenaSlabs(round(measure_rank(max_held, *of_rank)), most, round(num_delayed))
+    return ArenaSlabs(round(measure_rank(max_held, *of_rank)), most, round(num_delayed), most_hidden)
 
 
 def few_microbatches(recipe: Recipe, world_size: int) -> int:

@@ -1,0 +1,217 @@
+"""What `memory.recompute = "auto"` means on a GPU: the cheapest parts to compute again with which a step fits.
+
+Parts are taken in the order of what they cost for what they free, on the pipeline ranks that need it, and the last one
+in as few layers as will do. The peak says what a part frees (plan/cost/peak.py), the table of modules what it costs:
+FLOPs that are repeated, and bytes that are written and read again.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from titan_moe.config.modules import modules_of
+from titan_moe.config.parallel import resolve
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import Recipe, microbatch_tokens, num_microbatches
+from titan_moe.config.recompute import AUTO, RECOMPUTABLE, entries_of
+from titan_moe.config.rules import check_rules
+from titan_moe.config.schema import counted
+from titan_moe.plan.choice.hardware import Hardware
+from titan_moe.plan.cost.count import attention_core_flops_per_token
+from titan_moe.plan.cost.loads import layer_loads
+from titan_moe.plan.cost.peak import peak_bytes
+from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+from titan_moe.plan.resolved import Resolved
+
+USABLE_SHARE, OUTSIDE_GIB = 0.95, 1.5
+"""Of a GPU's memory: what a capacity that follows the load leaves for fragmentation (training/capacity_control.py), and
+what libraries allocate beside PyTorch."""
+GROWN_FACTOR = 1.25
+"""The capacity factor that there is to be room for: that of natural loads, which "auto" follows."""
+GEMM_SHARE, MEMORY_SHARE, LINK_SHARE = 0.6, 0.8, 0.6
+"""Of the peak rates: what GEMMs, passes over memory and reads of peers reach."""
+OF_EXPERTS = ("expert_weights", "moe_act", "experts")
+Layers = Mapping[str, frozenset[int]]
+Plan = tuple[dict[str, frozenset[int]], list[float]]
+"""What is computed again, and the peak of each pipeline rank."""
+Option = tuple[str, float, float]
+"""A part, GiB that it frees in all layers, and what it costs in ms."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is computed again."""
+
+    entries: tuple[str, ...]
+    gib: float  # the peak of the rank that needs most, with room for the load to grow
+    limit_gib: float
+    rows: tuple[str, ...]  # a line for each part, with what it frees and costs
+
+    def lines(self) -> list[str]:
+        """In words."""
+        if not self.entries:
+            return [f"nothing: {self.gib:.3g} GiB of {self.limit_gib:.3g} at the peak of a step"]
+        verdict = "of" if self.fits else "do NOT fit the"
+        return [*self.rows, f"with them {self.gib:.3g} GiB {verdict} {self.limit_gib:.3g} at the peak of a step"]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step fits with it."""
+        return self.gib <= self.limit_gib
+
+
+def is_auto(recipe: Recipe) -> bool:
+    """Whether the choice is left to the plan."""
+    return AUTO in recipe.memory.recompute
+
+
+def with_entries(recipe: Recipe, entries: tuple[str, ...]) -> Recipe:
+    """The recipe with these parts computed again."""
+    return replace(recipe, memory=replace(recipe.memory, recompute=entries))
+
+
+def limit_gib(hardware: Hardware, ranks_per_gpu: int = 1) -> float:
+    """What the peak of a rank may be."""
+    return (hardware.memory_gib * USABLE_SHARE - OUTSIDE_GIB) / ranks_per_gpu
+
+
+def choose_recompute(recipe: Recipe, world_size: int, hardware: Hardware) -> Choice:
+    """The cheapest parts with which a step fits; where none fits, those with the lowest peak."""
+    return _Search(recipe, world_size, hardware).choose()
+
+
+class _Search:
+    def __init__(self, recipe: Recipe, world_size: int, hardware: Hardware) -> None:
+        self.recipe, self.world_size, self.hardware = with_entries(recipe, ()), world_size, hardware
+        self.limit = limit_gib(hardware, recipe.run.ranks_per_gpu)
+        self.factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
+        self.number = recipe.model.num_layers
+
+    def gib(self, layers: Layers) -> list[float]:
+        """The peak of each pipeline rank."""
+        resolved = Resolved(with_entries(self.recipe, entries_of(layers, self.number)), self.world_size)
+        peaks = (peak_bytes(part, self.factor, resolved.experts) for part in resolved.parts)
+        return [(peak + resolved.shared_bytes) / 2**30 for peak in peaks]
+
+    def choose(self) -> Choice:
+        """The cheapest of the plans that fit; else the one with the lowest peak."""
+        base = self.gib({})
+        if max(base) <= self.limit:
+            return Choice((), max(base), self.limit, ())
+        options = self._options(base)
+        names = [name for name, *_ in options]
+        plans = [self._take(options, {heavy, other}) for heavy in ("experts", "moe_act") for other in ("", *names)]
+        blocks = {"block": self._layers("block")}
+        if self._is_allowed(blocks):
+            plans.append((blocks, self.gib(blocks)))
+        layers, peaks = min(plans, key=lambda plan: (max(max(plan[1]) - self.limit, 0), self._cost_of(plan[0])))
+        freed = {"block": max(base) - max(peaks), **{name: gib for name, gib, _ in options}}
+        rows = []
+        for name, chosen in layers.items():
+            share = self._share(name, chosen)
+            frees, costs = f"{freed[name] * share:.2g} GiB", f"{self.cost_ms(name) * share:.2g} ms a step"
+            rows.append(f"{name} in {counted(len(chosen), 'layer')}: frees {frees}, costs about {costs}")
+        return Choice(entries_of(layers, self.number), max(peaks), self.limit, tuple(rows))
+
+    def _take(self, options: list[Option], without: Collection[str]) -> Plan:
+        """Options in their order, on the ranks that need it, until a step fits; the last one in as few layers as do."""
+        chosen: dict[str, frozenset[int]] = {}
+        peaks = self.gib(chosen)
+        for name, *_ in options:
+            over = [rank for rank, gib in enumerate(peaks) if gib > self.limit]
+            if not over or name in without:
+                continue
+            before = dict(chosen)
+            chosen[name] = frozenset[int]().union(*(self._layers(name, rank) for rank in over))
+            peaks = self.gib(chosen)
+            if max(peaks) <= self.limit and name != "block":
+                chosen, peaks = self._fewest(before, name, over)
+        return chosen, peaks
+
+    def _cost_of(self, layers: Layers) -> float:
+        return sum(self.cost_ms(name) * self._share(name, chosen) for name, chosen in layers.items())
+
+    def _share(self, name: str, chosen: frozenset[int]) -> float:
+        return len(chosen) / max(len(self._layers(name)), 1)
+
+    def _options(self, before: list[float]) -> list[Option]:
+        """Parts with what they free of all layers on the rank that has most, and cost; the cheapest first."""
+        options = []
+        for name in RECOMPUTABLE:
+            layers = self._layers(name)
+            if name == "block" or not layers or not self._is_allowed({name: layers}):
+                continue
+            freed = max(was - now for was, now in zip(before, self.gib({name: layers}), strict=True))
+            if freed > 0.01:
+                options.append((name, freed, self.cost_ms(name)))
+        return sorted(options, key=lambda option: option[2] / option[1])
+
+    def _fewest(self, before: dict[str, frozenset[int]], name: str, ranks: list[int]) -> Plan:
+        """The fewest of the last layers of these pipeline ranks with which they fit."""
+        few = 0
+        own = [sorted(self._layers(name, rank)) for rank in ranks]
+        many = max(map(len, own))
+        while few < many:
+            middle = (few + many) // 2
+            tried = {
+                **before,
+                name: before.get(name, frozenset()).union(*(layers[len(layers) - middle :] for layers in own)),
+            }
+            now = self.gib(tried)
+            if max(now) <= self.limit:
+                many = middle
+            else:
+                few = middle + 1
+        chosen = {
+            **before,
+            name: before.get(name, frozenset()).union(*(layers[max(len(layers) - many, 0) :] for layers in own)),
+        }
+        return chosen, self.gib(chosen)
+
+    def _is_allowed(self, layers: Layers) -> bool:
+        return not check_rules(with_entries(self.recipe, entries_of(layers, self.number)), self.world_size)
+
+    def _layers(self, name: str, rank: int | None = None) -> frozenset[int]:
+        """The layers that have a part, of all or of a pipeline rank."""
+        model, parallel = self.recipe.model, self.recipe.parallel
+        of_rank = list(range(self.number))
+        if rank is not None and parallel.pp > 1:
+            stages = stages_of(self.recipe)
+            names = [name for stage in stages_of_rank(rank, parallel) for name in stages[stage]]
+            of_rank = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
+        if name == "block":
+            return frozenset(of_rank)
+        rows = modules_of(model, parallel)
+        having = {
+            layer
+            for row in rows
+            for layer in row.layers or ()
+            if row.freed_by([name]) or (name in OF_EXPERTS and row.region == "experts")
+        }
+        return frozenset(having.intersection(of_rank))
+
+    def cost_ms(self, name: str) -> float:
+        """The time of a step that a part costs in all layers."""
+        recipe = self.recipe
+        m, sizes = recipe.model, resolve(recipe.parallel, self.world_size)
+        element, master = (BYTES_OF_DTYPE[it] for it in (recipe.precision.compute, recipe.precision.master))
+        flops, elements, bytes_of_weights = 0.0, 0.0, 0.0
+        for row in modules_of(m, recipe.parallel):
+            freed, is_block = row.freed_by([name]), name == "block" and row.layers is not None
+            elements += 2 * row.number * freed
+            if freed or is_block or (name in ("moe_act", "experts") and row.region == "experts"):
+                share = 2 / 3 if name in OF_EXPERTS else 1  # of an expert's matrices, gate and up
+                flops += 2 * share * row.number * row.multiply_adds
+            if (freed or is_block) and row.pair_width and name in ("attention", "block"):
+                flops += attention_core_flops_per_token(m, recipe.train.seq_len_tokens) / 3
+            if name == "expert_weights" and row.region == "experts":
+                bytes_of_weights += row.number * row.own_parameters * (master + element)
+        microbatches = num_microbatches(recipe, self.world_size)
+        num_tokens = microbatch_tokens(recipe) * microbatches
+        seconds = flops / (GEMM_SHARE * self.hardware.bf16_flops)
+        seconds += elements * element / (MEMORY_SHARE * self.hardware.memory_bytes_per_second)
+        seconds *= num_tokens / sizes.pp
+        if name == "experts":  # rows are got again, half of them beside a GEMM
+            sent = layer_loads(recipe).rows * m.num_moe_layers * m.expert_width * element * microbatches
+            seconds += sent / (2 * LINK_SHARE * self.hardware.link_bytes_per_second) / sizes.pp
+        of_weights = bytes_of_weights * microbatches / (MEMORY_SHARE * self.hardware.memory_bytes_per_second)
+        return 1e3 * (seconds + of_weights / sizes.pp)
