@@ -37,7 +37,7 @@ from titan_moe.parameters import TENSOR_AXIS
 from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.resolved import Resolved
 from titan_moe.precision import policy
-from titan_moe.training.capacity_control import CapacityControl, FixedCapacity, LargestNeed, largest_factor
+from titan_moe.training.capacity_control import CapacityControl, FixedCapacity, LargestNeed, largest_factor, missing_gib
 from titan_moe.training.clone_control import CloneControl
 from titan_moe.training.controller import Controller
 from titan_moe.training.forward_backward import build_forward_backward
@@ -143,7 +143,8 @@ def _capacity_control(recipe: Recipe, memory: PeakMemory) -> CapacityControl | N
     keeps_nothing = arena is not None and arena.is_checkpointed
     if not follows_load or keeps_nothing:
         return None
-    return CapacityControl(largest=partial(largest_factor, memory), grows_ahead=arena is not None)
+    largest, missing = partial(largest_factor, memory), partial(missing_gib, memory)
+    return CapacityControl(largest=largest, missing_gib=missing, grows_ahead=arena is not None)
 
 
 def build_parts(

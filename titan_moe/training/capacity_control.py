@@ -29,7 +29,7 @@ MANY_OVERFLOWS = 4
 """The bound is lifted after this number of recent overflows: the load changes too fast to follow."""
 QUIET_STEPS = 500
 """The factor shrinks if this number of steps needed less."""
-RESERVED_SHARE = 0.05
+RESERVED_SHARE = 0.03
 """Fraction of a GPU's memory that is left for fragmentation and workspaces."""
 MANY_RERUNS, MANY_RERUNS_SHARE = 10, 0.03
 """At the tenth rerun of a fixed bound, if reruns are more than this share of all steps, it costs more than it saves."""
@@ -44,10 +44,19 @@ class CapacityControl(Controller):
 
     name = "capacity"
 
-    def __init__(self, largest: Callable[[], float] = lambda: math.inf, *, grows_ahead: bool = True) -> None:
-        """`largest` is the largest factor that the memory of every rank holds. Without `grows_ahead` the factor grows
-        after an overflow alone: where another factor is another compilation, it costs more than a step."""
+    def __init__(
+        self,
+        largest: Callable[[], float] = lambda: math.inf,
+        *,
+        missing_gib: Callable[[float], float] = lambda factor: math.nan,
+        grows_ahead: bool = True,
+    ) -> None:
+        """`largest` is the largest factor that the memory of every rank holds, `missing_gib` what this rank lacks for
+        one. Without `grows_ahead` the factor grows after an overflow alone: where another factor is another
+        compilation, it costs more than a step."""
         self.factor, self.largest, self.grows_ahead = 0.0, largest, grows_ahead
+        self.missing_gib = missing_gib
+        self.has_told = False  # that memory does not hold the need
         self.step = 0
         self.is_at_limit = False  # memory held no more when the factor was to grow ahead of an overflow
         self.steps_to_wait = CALIBRATION_STEPS
@@ -113,6 +122,15 @@ class CapacityControl(Controller):
             return wanted
         if need <= largest:
             return largest
+        if not self.has_told:
+            self.has_told = True
+            logger.warning(
+                "memory has no room for the rows that backward needs: a capacity factor of %.3g lacks %.2g GiB. Steps "
+                "run without a bound, and so without a CUDA graph; more names in memory.recompute, a smaller "
+                "train.micro_batch_sequences or more ranks make room",
+                wanted,
+                self.missing_gib(wanted),
+            )
         self._pause()
         return 0.0
 
@@ -188,10 +206,22 @@ def largest_factor(memory: PeakMemory) -> float:
     arena, loads = capacity.arena, capacity.loads
     if arena is None or loads is None or device.type != "cuda":
         return math.inf
-    free, total = torch.cuda.mem_get_info(device)
-    of_others = total - free - torch.cuda.memory_reserved(device)
-    beside_arena = memory.bytes_beside_arena + memory.bytes_of_first_recording
-    room = total * (1 - RESERVED_SHARE) - of_others - beside_arena
-    factor = capacity.need.new_tensor(loads.largest_factor(*arena.room_bytes, room))
+    factor = capacity.need.new_tensor(loads.largest_factor(*arena.room_bytes, _bytes_for_arena(memory)))
     dist.all_reduce(factor, dist.ReduceOp.MIN)
     return factor.item()
+
+
+def missing_gib(memory: PeakMemory, factor: float) -> float:
+    """What this rank's memory lacks for the arena of a factor; negative if it holds it."""
+    arena, loads = memory.capacity.arena, memory.capacity.loads
+    if arena is None or loads is None or memory.device.type != "cuda":
+        return math.nan
+    needed = sum(number * size for number, size in zip(loads.room(factor), arena.room_bytes, strict=True))
+    return (needed - _bytes_for_arena(memory)) / 2**30
+
+
+def _bytes_for_arena(memory: PeakMemory) -> float:
+    free, total = torch.cuda.mem_get_info(memory.device)
+    of_others = total - free - torch.cuda.memory_reserved(memory.device)
+    beside_arena = memory.bytes_beside_arena + memory.bytes_of_first_recording
+    return total * (1 - RESERVED_SHARE) - of_others - beside_arena
