@@ -23,6 +23,7 @@ from titan_moe.training.step_runner import StepRunner
 pytestmark = pytest.mark.gpu
 
 STEPS = 8
+PARTS = ("norms", "qkv_rope", "attention", "dense_mlp", "expert_weights", "moe_act")
 RECIPE = Recipe(
     run=RunConfig(device="cuda"),
     model=ModelConfig(
@@ -93,7 +94,15 @@ CASES: dict[str, dict[str, Any]] = {
     # routers keep their choices in tensors of the recording
     "recomputed": {
         "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
-        "memory": MemoryConfig("block"),
+        "memory": MemoryConfig(("block",)),
+    },
+    "parts recomputed": {
+        "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
+        "memory": MemoryConfig(PARTS),
+    },
+    "experts recomputed": {
+        "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
+        "memory": MemoryConfig(("norms:2", "experts:-2")),
     },
 }
 
@@ -107,6 +116,23 @@ def test_replayed_steps_are_the_launched_steps(name: str, device: torch.device) 
     assert replayed_losses == losses
     for one, other in zip(weights, replayed_weights, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("parts", [PARTS, ("norms", "experts"), ("block",)])
+def test_recomputed_parts_need_less_memory_and_change_nothing_else(
+    parts: tuple[str, ...], device: torch.device
+) -> None:
+    many = replace(RECIPE, **CASES["many tokens"], perf=CASES["fused"]["perf"])
+    losses, peaks = [], []
+    for recompute in ((), parts):
+        recipe = captured(replace(many, memory=MemoryConfig(recompute)))
+        compile_once(recipe, device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        losses.append(train(assemble(recipe, device), recipe, device)[0])
+        peaks.append(torch.cuda.max_memory_allocated(device))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert peaks[1] < 0.97 * peaks[0], peaks
 
 
 def test_steps_that_are_recorded_anew_are_the_same(device: torch.device) -> None:
