@@ -11,7 +11,8 @@ from titan_moe.compile import regional
 from titan_moe.config.dispatchers import LOCAL
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
-from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.config.perf import CompileConfig
+from titan_moe.config.recompute import of_entries
 from titan_moe.dispatch import LocalDispatcher
 from titan_moe.dispatch.base import Routed, route
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -54,7 +55,7 @@ MOES = {
 def build(compiled: str, *, config: ModelConfig = CONFIG, recomputed: str = "none") -> Transformer:
     model = Transformer(config)
     regional.apply(model, CompileConfig(compiled), CPU)
-    recompute.apply(model, MemoryConfig(recomputed))
+    recompute.apply(model, of_entries((recomputed,), len(model.layers)))
     init_weights(model, seed=0, std=0.2, num_layers=config.num_layers)
     return model
 

@@ -15,7 +15,7 @@ from titan_moe.config.schema import fields_of, value_of
         ("train.seq_len_tokens", 130, [8], [128, 136, 120, 144]),
         ("model.ffn_hidden_size", 0, [128], [128, 64, 256]),
         ("train.steps", 10**400, [], [Recipe().train.steps, 2**39, 2**38]),
-        ("memory.recompute", "block", [], ["none", "experts"]),
+        ("memory.recompute", ("block",), [], [(), ("auto",)]),
         ("run.is_deterministic", True, [], [False]),
         ("parallel.expert_rank_capacity_factor", 0.5, [], ["auto", 1.25]),
         ("precision.modules_in_compute", ("*.qkv", "*.out"), [], [("*.out",), ("*.qkv",), ()]),

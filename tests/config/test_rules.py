@@ -249,9 +249,30 @@ BROKEN = {
         'run.is_deterministic = true excludes perf.attention = "cudnn"',
     ),
     "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", '"fp64" has no perf.attention = "flex"'),
-    "recomputed_experts_exist": (
+    "recomputed_parts_are_known": (
+        "--memory.recompute=norms,layernorm",
+        'memory.recompute has "layernorm": "layernorm" is no part of a block; "norms" is',
+    ),
+    "recomputed_parts_exist": (
         "--model.num_dense_layers=4 --memory.recompute=experts",
-        "needs layers with experts, and this model has none",
+        'memory.recompute has "experts", which needs layers with experts among its own, and this model has none',
+    ),
+    "recomputed_parts_are_apart": (
+        "--memory.recompute=norms,block:2-3",
+        'memory.recompute has "block" and, of the same layers, norms, which blocks contain',
+    ),
+    "recomputed_experts_are_of_all_layers": (
+        "--memory.recompute=experts:-1 --parallel.dispatcher=symm_mem --parallel.overlap=tile --run.device=cuda "
+        "--parallel.expert_rank_capacity_factor=1.5",
+        "memory.recompute repeats the experts of 1 of 3 layers, whose rows lie in an arena",
+    ),
+    "pieces_are_not_recomputed": (
+        f"{INTERLEAVED} --memory.recompute=norms",
+        'parallel.overlap = "microbatch" runs blocks in pieces, not memory.recompute = "norms"',
+    ),
+    "split_backwards_repeat_outputs_alone": (
+        f"{ZERO_BUBBLE} --memory.recompute=norms,attention",
+        'splits backwards, but memory.recompute = "attention" needs whole ones',
     ),
     "forced_load_needs_a_router": (
         "--model.num_dense_layers=4 --train.forced_load=balanced",
@@ -477,6 +498,14 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
             '"experts" needs whole ones',
         ),
         (f"{ZERO_BUBBLE} --memory.recompute=block", 8, 'memory.recompute = "block" needs whole ones'),
+        ("--memory.recompute=norms:5", 8, "the model has 4 layers, not 5"),
+        ("--memory.recompute=norms:2-4", 8, "layers 2-4 are not in 0-3"),
+        ("--memory.recompute=norms:all", 8, 'layers are written "norms:8", the first eight, "norms:-8", the last'),
+        ("--memory.recompute=norm", 8, '"norm" is no part of a block; parts are norms, qkv_rope'),
+        ("--memory.recompute=auto,norms", 8, 'memory.recompute = ["auto", "norms"]: "auto" stands alone'),
+        ("--memory.recompute=mla_up", 8, '"mla_up", which needs attention of kind mla, and this model has none'),
+        ("--memory.recompute=dense_mlp:-3", 8, '"dense_mlp", which needs dense layers among its own'),
+        ("--memory.recompute=experts:2-3,moe_act", 8, '"experts" and, of the same layers, "moe_act", which experts'),
         (  # 5 has no divisor between 1 and itself
             "--parallel.dispatcher=hierarchical --parallel.ep=5 --parallel.ep_ranks_per_node=3",
             10,
@@ -708,6 +737,8 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.dispatcher=symm_mem --parallel.expert_clones=auto",
         INTERLEAVED,
         f"{INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
+        "--memory.recompute=norms:2,norms:-1,dense_mlp,moe_act:1-2,experts:3-3",
+        f"{ZERO_BUBBLE} --memory.recompute=norms,dense_mlp,qkv_rope --model.attention.qk_norm=true",
         "--train.forced_load=skewed",
         "--train.forced_load=collapsed --parallel.ep=8 --model.moe.top_k=4",
         "--parallel.dispatcher=symm_mem",

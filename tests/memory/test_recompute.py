@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
-from titan_moe.config.perf import MemoryConfig
+from titan_moe.config.recompute import of_entries
 from titan_moe.kernels.experts.weights import EachWeight
 from titan_moe.layers.block import Block
 from titan_moe.layers.init import init_weights
@@ -41,7 +41,7 @@ class OwnBlock(nn.Module):
 
 def build(block_class: type[nn.Module], recomputed: str) -> Transformer:
     model = type("Model", (Transformer,), {"block_class": block_class})(CONFIG)
-    recompute.apply(model, MemoryConfig(recomputed))
+    recompute.apply(model, of_entries((recomputed,), len(model.layers)))
     init_weights(model, seed=0, std=0.2, num_layers=CONFIG.num_layers)
     return model
 
@@ -107,7 +107,7 @@ def test_recompute_takes_the_first_choice_with_the_scores_of_other_logits() -> N
     """The gradient of each block is that of a forward with the second logits and the first ids."""
     x_BND = torch.randn(4, 256, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     model, twice, noise = Layers(), Layers(), noises(4)  # of layers 0 and 1, then in backward of 1 and 0
-    recompute.apply(model, MemoryConfig("block"))
+    recompute.apply(model, of_entries(("block",), len(model.layers)))
     model.noise, inputs = list(noise), [x_BND.clone().requires_grad_()]
     for block in model.layers:
         inputs.append(block(inputs[-1], None))
@@ -152,7 +152,7 @@ def test_recompute_keeps_the_choices_of_microbatches_in_flight(mode: str) -> Non
         if mode != "eager" and recomputed == "block":
             module = block if mode == "block" else router
             module.forward = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
-        recompute.apply(model, MemoryConfig(recomputed))
+        recompute.apply(model, of_entries((recomputed,), len(model.layers)))
         losses = []
         for x_BND in x_MBND:
             losses.append(block(x_BND, None).square().sum())
@@ -190,7 +190,7 @@ def test_recompute_experts_repeats_only_experts() -> None:
 def test_recompute_block_of_a_dense_model() -> None:
     dense = replace(CONFIG, ffn_hidden_size=16, moe=MoEConfig())
     model = Transformer(dense)
-    recompute.apply(model, MemoryConfig("block"))
+    recompute.apply(model, of_entries(("block",), len(model.layers)))
     init_weights(model, seed=0, std=0.2, num_layers=dense.num_layers)
     calls = []
     model.layers["0"].ffn_norm.register_forward_hook(lambda *_: calls.append(1))

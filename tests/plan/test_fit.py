@@ -30,7 +30,7 @@ def test_peak_is_compared_with_the_gpus_here(monkeypatch: pytest.MonkeyPatch) ->
     gpus = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "Some GPU"]
     (warning,) = warnings_of(monkeypatch, gpus, "--compile.cudagraph=off")
     assert "GiB exceed the 79 GiB of NVIDIA H100 80GB HBM3; memory.recompute" in warning
-    assert '; memory.recompute = "experts" fits: 77.1 GiB; or train.micro_batch_sequences = 1 fits: ' in warning
+    assert '; memory.recompute = ["experts"] fits: 77.1 GiB; or train.micro_batch_sequences = 1 fits: ' in warning
     assert "micro_batch_sequences = 2" not in warning, "half of 4 sequences is still too much"
 
 
@@ -91,7 +91,7 @@ def by_hand(file: Path, num_ranks: int, limit_gib: float) -> list[tuple[int, int
     for number in (1, 2, 3):
         for keys in itertools.combinations(options, number):
             for chosen in itertools.product(*keys):  # one value of each
-                overrides = [f"--{key}={str(value).lower()}" for key, value, _ in chosen]
+                overrides = [f"--{key}={_as_text(value)}" for key, value, _ in chosen]
                 changed = load_recipe(file, overrides)
                 if check_rules(changed, num_ranks) or (gib := peak_of(changed, num_ranks)) > limit_gib:
                     continue
@@ -99,6 +99,10 @@ def by_hand(file: Path, num_ranks: int, limit_gib: float) -> list[tuple[int, int
         if fitting:
             break
     return sorted(fitting)
+
+
+def _as_text(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value).lower()
 
 
 def peak_of(recipe: Recipe, num_ranks: int) -> float:
@@ -110,7 +114,7 @@ def peak_of(recipe: Recipe, num_ranks: int) -> float:
     ("num_ranks", "expected"),
     [
         (16, "parallel.accumulate_unsharded = false fits: 64.5 GiB"),
-        (8, 'parallel.accumulate_unsharded = false and memory.recompute = "block" fit: 74.5 GiB'),
+        (8, 'parallel.accumulate_unsharded = false and memory.recompute = ["block"] fit: 74.5 GiB'),
     ],
 )
 def test_nearest_changes_that_fit_are_found(num_ranks: int, expected: str) -> None:
@@ -128,7 +132,7 @@ def test_nearest_changes_that_fit_are_found(num_ranks: int, expected: str) -> No
 
 def in_overrides(way: str) -> list[str]:
     """What is to be typed for a printed way out."""
-    return [f"--{key}={value}" for key, value in re.findall(r'([a-z_.]+) = "?([a-z0-9_]+)', way)]
+    return [f"--{key}={value}" for key, value in re.findall(r'([a-z_.]+) = \[?"?([a-z0-9_]+)', way)]
 
 
 @pytest.mark.parametrize("text", CHANGES)
@@ -156,7 +160,7 @@ def test_a_recipe_that_fits_gets_no_advice() -> None:
 def test_a_recipe_that_nothing_fits_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = warnings_of(monkeypatch, ["NVIDIA A100-SXM4-40GB"])
     nearest, gib = re.search(r"; no changes fit; the nearest, (.*), need (\S+) GiB; ", warning).groups()
-    assert 'precision.moments = "fp8"' in nearest and 'memory.recompute = "block"' in nearest
+    assert 'precision.moments = "fp8"' in nearest and 'memory.recompute = ["block"]' in nearest
     changed = load_recipe(QWEN3, in_overrides(nearest))
     assert check_rules(changed, 8) == [] and gib == f"{peak_of(changed, 8):.3g}" and float(gib) > 39
     number, fitting = re.findall(r"; (\d+) ranks with them fit: (\S+) GiB$", warning)[0]

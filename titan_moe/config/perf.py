@@ -84,3 +84,7 @@ class MemoryConfig:
     `parallel.overlap = "tile"`.
     `block`: Whole blocks, dispatch and combine included. The experts of each token are kept, 4 bytes a choice: the
     second forward takes those of the first. A block calls each of its routers once."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recompute, str):  # one entry, from Python
+            object.__setattr__(self, "recompute", (self.recompute,))

@@ -87,14 +87,15 @@ class Recompute:
 
 
 def recompute_of(recipe: Recipe) -> Recompute:
-    """What a recipe computes again; nothing while "auto" is not resolved. Entries that break a rule are left out."""
-    return _parse(recipe.memory.recompute, recipe.model.num_layers)
+    """What a recipe computes again; nothing while "auto" is not resolved."""
+    return of_entries(recipe.memory.recompute, recipe.model.num_layers)
 
 
 @lru_cache(maxsize=256)
-def _parse(entries: tuple[str, ...], num_layers: int) -> Recompute:
+def of_entries(entries: tuple[str, ...], num_layers: int) -> Recompute:
+    """What these entries mean for so many layers. Those that break a rule are left out."""
     layers: dict[str, frozenset[int]] = {}
-    for entry in [entries] if isinstance(entries, str) else entries:
+    for entry in entries:
         if entry not in (AUTO, NONE):
             with suppress(ValueError):
                 name, of_entry = parse_entry(entry, num_layers)

@@ -258,8 +258,8 @@ ABSENT = {
     "eval_sample_packing pad_to_sequence_len group_by_length pad_to_max_length packing_strategy",
     "positions are relative (RoPE), also in packed documents": "reset_position_ids max_position_embeddings "
     "position_embedding_type",
-    "memory.recompute recomputes every layer, or none": "recompute_num_layers recompute_method selective_ac_option "
-    "checkpoint_num_layers gradient_checkpointing_kwargs distribute_saved_activations",
+    'memory.recompute = ["block:8"] recomputes the first 8 layers': "recompute_num_layers recompute_method "
+    "selective_ac_option checkpoint_num_layers gradient_checkpointing_kwargs distribute_saved_activations",
     "no token is dropped; parallel.expert_rank_capacity_factor bounds memory alone": "moe_expert_capacity_factor "
     "moe_token_drop_policy moe_token_dropping moe_pad_expert_input_to_capacity capacity_factor "
     "expert_capacity_factor",

@@ -59,6 +59,10 @@ def _doubled(cost: int) -> Values:
     return lambda number: [(2 * number, cost), (4 * number, 2 * cost)]
 
 
+BLOCKS = ("block",)
+RECOMPUTED = (("experts",), 12), (BLOCKS, 30)
+
+
 CHANGES: dict[str, Values] = {
     "optim.kind": _after(adamw=0, fused_adamw=1),
     "parallel.expert_rank_capacity_factor": _set_to("auto", 1),
@@ -70,9 +74,7 @@ CHANGES: dict[str, Values] = {
     "parallel.accumulate_unsharded": _set_to(False, 7),
     "train.micro_batch_sequences": _halves(9, least=1),
     "parallel.dp_replicate": _set_to(1, 10),
-    "memory.recompute": lambda entries: (
-        [] if entries in (("auto",), ("block",)) else [(("auto",), 1), (("block",), 30)]
-    ),
+    "memory.recompute": lambda entries: [way for way in RECOMPUTED if entries not in (way[0], BLOCKS)],
     "parallel.ep": _doubled(14),
     "parallel.cp": _doubled(16),
     "run.ranks_per_gpu": _set_to(1, 40),

@@ -182,7 +182,7 @@ def test_delayed_weight_gradients_have_slabs_in_the_arena() -> None:
     recipe = load_recipe(QWEN3, [*settings, "--parallel.pp_schedule=zbv"])
     numbers = [(8, 2), (8, 4), (8, 6), (8, 8)]
     for part, (number, num_delayed) in zip(parts_of(recipe, 32), numbers, strict=True):
-        assert part.slabs == (number, 7, num_delayed)
+        assert part.slabs == (number, 7, num_delayed, 7)
         kept = arena_bytes_per_rank(part.recipe, 1.5, part.slabs._replace(num_delayed=0))
         width, hidden, rows = 2048, 768, 8 * (1 - math.comb(112, 8) / math.comb(128, 8))  # a token; 8 slots
         share = (rows * width + 8 * hidden) / (rows * width + 8 * 2 * hidden) * num_delayed / number

@@ -7,6 +7,7 @@ import pytest
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.train import TrainConfig
 from titan_moe.plan.pipeline.schedules import actions_of
@@ -40,18 +41,28 @@ def test_slabs_are_the_most_in_flight(schedule: str, rank: int) -> None:
         if kind == "backward_input" and layers[stage]:
             delayed.add((stage, microbatch))
         most, most_delayed = max(most, len(in_flight)), max(most_delayed, len(delayed))
-    assert Resolved(run, 8).parts[rank].slabs == (max(most, 1), max(layers.values()), most_delayed)
+    assert Resolved(run, 8).parts[rank].slabs == (
+        max(most, 1),
+        max(layers.values()),
+        most_delayed,
+        max(layers.values()),
+    )
     assert (most_delayed > 0) == (SCHEDULES[schedule].splits_backward and most > 0)
 
 
 def test_slabs_of_1f1b() -> None:
     assert [part.slabs for part in Resolved(recipe("1f1b", "Ett|ttt|tt|ttL"), 8).parts] == [
-        (1, 0, 0),
-        (3, 3, 0),
-        (2, 2, 0),
-        (1, 2, 0),
+        (1, 0, 0, 0),
+        (3, 3, 0, 3),
+        (2, 2, 0, 2),
+        (1, 2, 0, 2),
     ]
 
 
+def test_slabs_have_no_room_for_hidden_states_that_are_computed_again() -> None:
+    run = replace(recipe("1f1b", "Ett|ttt|tt|ttL"), memory=MemoryConfig(("moe_act:3-4", "moe_act:-1")))
+    assert [part.slabs.num_hidden_layers for part in Resolved(run, 8).parts] == [0, 1, 2, 1]
+
+
 def test_without_a_pipeline_there_is_one_place() -> None:
-    assert arena_slabs(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8, {0: 7}) == (1, 7, 0)
+    assert arena_slabs(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8, {0: 7}, {0: 5}) == (1, 7, 0, 5)
