@@ -60,7 +60,7 @@ def _doubled(cost: int) -> Values:
 
 
 BLOCKS = ("block",)
-RECOMPUTED = (("experts",), 12), (BLOCKS, 30)
+RECOMPUTED = (("auto",), 1), (("experts",), 12), (BLOCKS, 30)
 
 
 CHANGES: dict[str, Values] = {
@@ -74,7 +74,9 @@ CHANGES: dict[str, Values] = {
     "parallel.accumulate_unsharded": _set_to(False, 7),
     "train.micro_batch_sequences": _halves(9, least=1),
     "parallel.dp_replicate": _set_to(1, 10),
-    "memory.recompute": lambda entries: [way for way in RECOMPUTED if entries not in (way[0], BLOCKS)],
+    "memory.recompute": lambda entries: (
+        [] if entries in (("auto",), BLOCKS) else [way for way in RECOMPUTED if way[0] != entries]
+    ),
     "parallel.ep": _doubled(14),
     "parallel.cp": _doubled(16),
     "run.ranks_per_gpu": _set_to(1, 40),

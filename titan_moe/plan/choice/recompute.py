@@ -1,12 +1,13 @@
 """What `memory.recompute = "auto"` means on a GPU: the cheapest parts to compute again with which a step fits.
 
-Parts are taken in the order of what they cost for what they free, on the pipeline ranks that need it, and the last one
-in as few layers as will do. The peak says what a part frees (plan/cost/peak.py), the table of modules what it costs:
-FLOPs that are repeated, and bytes that are written and read again.
+Parts are taken in the order of what they cost for what they free, on the pipeline ranks that need it, and each in as
+few of their last layers as will do. The peak says what a part frees (plan/cost/peak.py), the table of modules what it
+costs: FLOPs that are repeated, and bytes that are written and read again.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from titan_moe.config.modules import modules_of
 from titan_moe.config.parallel import resolve
@@ -22,13 +23,13 @@ from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.resolved import Resolved
 
-USABLE_SHARE, OUTSIDE_GIB = 0.95, 1.5
+USABLE_SHARE, OUTSIDE_GIB = 0.97, 1.9
 """Of a GPU's memory: what a capacity that follows the load leaves for fragmentation (training/capacity_control.py), and
 what libraries allocate beside PyTorch."""
 GROWN_FACTOR = 1.25
 """The capacity factor that there is to be room for: that of natural loads, which "auto" follows."""
-GEMM_SHARE, MEMORY_SHARE, LINK_SHARE = 0.6, 0.8, 0.6
-"""Of the peak rates: what GEMMs, passes over memory and reads of peers reach."""
+GEMM_SHARE, MEMORY_SHARE, LINK_SHARE = 0.6, 0.4, 0.6
+"""Of the peak rates: what GEMMs, passes over memory beside their launches, and reads of peers reach."""
 OF_EXPERTS = ("expert_weights", "moe_act", "experts")
 Layers = Mapping[str, frozenset[int]]
 Plan = tuple[dict[str, frozenset[int]], list[float]]
@@ -85,10 +86,14 @@ class _Search:
         self.limit = limit_gib(hardware, recipe.run.ranks_per_gpu)
         self.factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
         self.number = recipe.model.num_layers
+        self._gib_of = lru_cache(None)(self._gib)
 
     def gib(self, layers: Layers) -> list[float]:
         """The peak of each pipeline rank."""
-        resolved = Resolved(with_entries(self.recipe, entries_of(layers, self.number)), self.world_size)
+        return self._gib_of(entries_of(layers, self.number))
+
+    def _gib(self, entries: tuple[str, ...]) -> list[float]:
+        resolved = Resolved(with_entries(self.recipe, entries), self.world_size)
         peaks = (peak_bytes(part, self.factor, resolved.experts) for part in resolved.parts)
         return [(peak + resolved.shared_bytes) / 2**30 for peak in peaks]
 
@@ -104,6 +109,9 @@ class _Search:
         if self._is_allowed(blocks):
             plans.append((blocks, self.gib(blocks)))
         layers, peaks = min(plans, key=lambda plan: (max(max(plan[1]) - self.limit, 0), self._cost_of(plan[0])))
+        for name in reversed(names):  # of what was taken before the last less may do now
+            if name in layers and max(peaks) <= self.limit:
+                layers, peaks = self._fewest(layers, name)
         freed = {"block": max(base) - max(peaks), **{name: gib for name, gib, _ in options}}
         rows = []
         for name, chosen in layers.items():
@@ -113,18 +121,17 @@ class _Search:
         return Choice(entries_of(layers, self.number), max(peaks), self.limit, tuple(rows))
 
     def _take(self, options: list[Option], without: Collection[str]) -> Plan:
-        """Options in their order, on the ranks that need it, until a step fits; the last one in as few layers as do."""
+        """Options in their order, on the ranks that need it, until a step fits; the last in as few layers as do."""
         chosen: dict[str, frozenset[int]] = {}
         peaks = self.gib(chosen)
         for name, *_ in options:
             over = [rank for rank, gib in enumerate(peaks) if gib > self.limit]
             if not over or name in without:
                 continue
-            before = dict(chosen)
             chosen[name] = frozenset[int]().union(*(self._layers(name, rank) for rank in over))
             peaks = self.gib(chosen)
-            if max(peaks) <= self.limit and name != "block":
-                chosen, peaks = self._fewest(before, name, over)
+            if max(peaks) <= self.limit:
+                return self._fewest(chosen, name)
         return chosen, peaks
 
     def _cost_of(self, layers: Layers) -> float:
@@ -145,26 +152,27 @@ class _Search:
                 options.append((name, freed, self.cost_ms(name)))
         return sorted(options, key=lambda option: option[2] / option[1])
 
-    def _fewest(self, before: dict[str, frozenset[int]], name: str, ranks: list[int]) -> Plan:
-        """The fewest of the last layers of these pipeline ranks with which they fit."""
-        few = 0
-        own = [sorted(self._layers(name, rank)) for rank in ranks]
-        many = max(map(len, own))
-        while few < many:
-            middle = (few + many) // 2
-            tried = {
-                **before,
-                name: before.get(name, frozenset()).union(*(layers[len(layers) - middle :] for layers in own)),
-            }
-            now = self.gib(tried)
-            if max(now) <= self.limit:
-                many = middle
-            else:
-                few = middle + 1
-        chosen = {
-            **before,
-            name: before.get(name, frozenset()).union(*(layers[max(len(layers) - many, 0) :] for layers in own)),
-        }
+    def _fewest(self, layers: Layers, name: str) -> Plan:
+        """The same with the fewest of the last layers of each pipeline rank that still fit, of those with a part."""
+        own = [sorted(self._layers(name, rank) & layers[name]) for rank in range(self.recipe.parallel.pp)]
+        few, many = [0] * len(own), list(map(len, own))
+
+        def with_last(numbers: list[int]) -> dict[str, frozenset[int]]:
+            last = (
+                layer
+                for of_rank, number in zip(own, numbers, strict=True)
+                for layer in of_rank[-number or len(of_rank) :]
+            )
+            return {key: chosen for key, chosen in {**layers, name: frozenset(last)}.items() if chosen}
+
+        while few != many:
+            middle = [(least + most) // 2 for least, most in zip(few, many, strict=True)]
+            for rank, gib in enumerate(self.gib(with_last(middle))):
+                if gib <= self.limit:
+                    many[rank] = middle[rank]
+                elif few[rank] < many[rank]:
+                    few[rank] = middle[rank] + 1
+        chosen = with_last(many)
         return chosen, self.gib(chosen)
 
     def _is_allowed(self, layers: Layers) -> bool:
@@ -181,37 +189,37 @@ class _Search:
         if name == "block":
             return frozenset(of_rank)
         rows = modules_of(model, parallel)
-        having = {
-            layer
-            for row in rows
-            for layer in row.layers or ()
-            if row.freed_by([name]) or (name in OF_EXPERTS and row.region == "experts")
-        }
-        return frozenset(having.intersection(of_rank))
+        having = [
+            row.layers or () for row in rows if row.freed_by([name]) or (name in OF_EXPERTS and row.region == "experts")
+        ]
+        return frozenset[int]().union(*having).intersection(of_rank)
 
     def cost_ms(self, name: str) -> float:
         """The time of a step that a part costs in all layers."""
-        recipe = self.recipe
+        recipe, hardware = self.recipe, self.hardware
         m, sizes = recipe.model, resolve(recipe.parallel, self.world_size)
         element, master = (BYTES_OF_DTYPE[it] for it in (recipe.precision.compute, recipe.precision.master))
-        flops, elements, bytes_of_weights = 0.0, 0.0, 0.0
+        gemms, passes, weights = 0.0, 0.0, 0.0
         for row in modules_of(m, recipe.parallel):
             freed, is_block = row.freed_by([name]), name == "block" and row.layers is not None
-            elements += 2 * row.number * freed
-            if freed or is_block or (name in ("moe_act", "experts") and row.region == "experts"):
+            if (
+                is_block
+                or (freed and row.multiply_adds)
+                or (name in ("moe_act", "experts") and row.region == "experts")
+            ):
                 share = 2 / 3 if name in OF_EXPERTS else 1  # of an expert's matrices, gate and up
-                flops += 2 * share * row.number * row.multiply_adds
+                gemms += 2 * share * row.number * row.multiply_adds
+            else:  # written, and read
+                passes += 2 * row.number * freed * element
             if (freed or is_block) and row.pair_width and name in ("attention", "block"):
-                flops += attention_core_flops_per_token(m, recipe.train.seq_len_tokens) / 3
+                gemms += attention_core_flops_per_token(m, recipe.train.seq_len_tokens) / 3
             if name == "expert_weights" and row.region == "experts":
-                bytes_of_weights += row.number * row.own_parameters * (master + element)
+                weights += row.number * row.own_parameters * (master + element)
         microbatches = num_microbatches(recipe, self.world_size)
-        num_tokens = microbatch_tokens(recipe) * microbatches
-        seconds = flops / (GEMM_SHARE * self.hardware.bf16_flops)
-        seconds += elements * element / (MEMORY_SHARE * self.hardware.memory_bytes_per_second)
-        seconds *= num_tokens / sizes.pp
+        of_memory = MEMORY_SHARE * hardware.memory_bytes_per_second
+        of_token = gemms / (GEMM_SHARE * hardware.bf16_flops) + passes / of_memory
+        seconds = microbatches * (of_token * microbatch_tokens(recipe) + weights / (2 * of_memory))
         if name == "experts":  # rows are got again, half of them beside a GEMM
-            sent = layer_loads(recipe).rows * m.num_moe_layers * m.expert_width * element * microbatches
-            seconds += sent / (2 * LINK_SHARE * self.hardware.link_bytes_per_second) / sizes.pp
-        of_weights = bytes_of_weights * microbatches / (MEMORY_SHARE * self.hardware.memory_bytes_per_second)
-        return 1e3 * (seconds + of_weights / sizes.pp)
+            rows = layer_loads(recipe).rows * m.num_moe_layers * m.expert_width * element
+            seconds += microbatches * rows / (2 * LINK_SHARE * hardware.link_bytes_per_second)
+        return 1e3 * seconds / sizes.pp
