@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,15 +42,21 @@ DETERMINISTIC = (Block, GroupedExperts, GroupedQueryAttention, MultiHeadLatentAt
 
 def parts_of(block: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module, str]]:
     """What is computed again of a block: name, the module that owns it, and its method. Parts that the block does not
-    have are left out."""
+    have are left out. A user's block may have its experts anywhere."""
+    roots: list[Any] = [block]
+    if not hasattr(block, "feed_forward"):
+        with_experts = (it for it in block.modules() if isinstance(getattr(it, "experts", None), GroupedExperts))
+        roots += [SimpleNamespace(feed_forward=layer) for layer in with_experts]
     for name in names:
-        for path in RECOMPUTABLE[name].paths or ("",):
+        if not RECOMPUTABLE[name].paths:
+            yield name, block, "forward"
+        for root, path in product(roots, RECOMPUTABLE[name].paths):
             parent, _, last = path.rpartition(".")
-            owner: Any = block
+            owner = root
             for step in filter(None, parent.split(".")):
                 owner = getattr(owner, step, None)
-            if not path or isinstance(getattr(owner, last, None), nn.Module):
-                yield name, getattr(owner, last) if path else block, "forward"
+            if isinstance(getattr(owner, last, None), nn.Module):
+                yield name, getattr(owner, last), "forward"
             elif hasattr(owner, last):
                 yield name, owner, last
 
