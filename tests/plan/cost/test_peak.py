@@ -194,6 +194,43 @@ def test_recomputed_layers_need_the_arena_of_one() -> None:
     assert arena_bytes_per_rank(again, 1.5) == arena_bytes_per_rank(whole, 0.0) < arena_bytes_per_rank(whole, 1.0) / 5
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name", "elements"),
+    [
+        ("qwen3_30b_a3b", "norms", 48 * 2 * 2048),
+        ("qwen3_30b_a3b", "qkv_rope", 48 * (32 + 2 * 4) * 128),  # queries, keys and values
+        ("qwen3_30b_a3b", "attention", 48 * 32 * 128),
+        ("deepseek_v2_lite", "norms:-3", 3 * 2 * 2048),
+        ("deepseek_v2_lite", "mla_up:2", 2 * 16 * (192 + 192 + 256)),  # queries, keys, and values with keys
+        ("deepseek_v2_lite", "dense_mlp", 2 * 10944),
+        ("deepseek_v2_lite", "shared_experts", 26 * 2 * 2816),
+    ],
+)
+def test_what_a_part_frees(recipe: str, name: str, elements: int) -> None:
+    """In bf16, for each token of a microbatch: of what is kept, and of the peak but for what is made of one layer."""
+    kept, without = (load_recipe(RECIPES / f"{recipe}.toml", [f"--memory.recompute={one}"]) for one in ("none", name))
+    num_tokens = kept.train.micro_batch_sequences * kept.train.seq_len_tokens
+    freed = activation_bytes_per_rank(kept) - activation_bytes_per_rank(without)
+    assert freed == 2 * elements * num_tokens
+    (of_kept,), (of_without,) = (parts_of(one, 8) for one in (kept, without))
+    of_one_layer = 2 * num_tokens * elements / kept.model.num_layers
+    of_peak = peak_bytes(of_kept, 1.125) - peak_bytes(of_without, 1.125)
+    assert freed - 2 * max(of_one_layer, freed / 3) <= of_peak <= freed * 1.1
+
+
+def test_hidden_states_that_are_computed_again_have_no_slots_in_the_arena() -> None:
+    kept, without, some = (
+        load_recipe(RECIPES / "qwen3_30b_a3b.toml", [f"--memory.recompute={name}"])
+        for name in ("none", "moe_act", "moe_act:16")
+    )
+    of_kept, of_none, of_some = (arena_bytes_per_rank(one, 1.25) for one in (kept, without, some))
+    slots = round(1.25 * 4 * 4096 * 8) * 48  # of all layers, two hidden states of 768 each
+    assert of_kept - of_none == pytest.approx(slots * 2 * 768 * 2, rel=1e-3)
+    assert of_kept - of_some == pytest.approx((of_kept - of_none) / 3, rel=1e-3)
+    part = parts_of(without, 8)[0]
+    assert peak_bytes(part, 1.25) < peak_bytes(parts_of(kept, 8)[0], 1.25) - 0.8 * (of_kept - of_none)
+
+
 def test_room_of_an_arena_is_between_the_worst_case_of_one_layer_and_of_all() -> None:
     loads = LayerLoads(4, rows=10.5, slots=20, worst_rows=16, worst_slots=80)
     assert loads.room(0.0) == (16, 80)
