@@ -26,6 +26,7 @@ from titan_moe.config.dispatchers import DISPATCHERS
 from titan_moe.config.parallel import ParallelConfig, ParallelSizes, resolve
 from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
+from titan_moe.config.recompute import AUTO, NONE, RECOMPUTABLE
 from titan_moe.config.train import DataConfig, RunConfig
 
 one_loss = load("distributed/test_one_loss")
@@ -42,7 +43,7 @@ TRIES = 20
 STARVED = {"every_expert": -1, "an_expert_idle": 1, "half_the_experts_idle": 4}
 
 
-def recipe_of(parallel: ParallelConfig, model: str, micro_batch_sequences: int, memory: str = "none") -> Recipe:
+def recipe_of(parallel: ParallelConfig, model: str, micro_batch_sequences: int, memory: tuple[str, ...] = ()) -> Recipe:
     """Documents of uneven length, but for ring attention; balancing losses, a dense layer and shared experts are in the
     model."""
     base = one_loss.split_recipe(parallel, model, memory=MemoryConfig(memory), run=RunConfig(device="cpu"))
@@ -132,6 +133,8 @@ def test_two_axes_train_as_one_process(
     kinds = [KINDS[(number + shift) % len(KINDS)] for shift in range(len(KINDS))]
     recipes = [in_two(replace(parallel, cp_kind=kind), model, num_ranks) for kind in kinds]
     recipe = next(recipe for recipe in recipes if not check_rules(recipe, num_ranks))
+    if number % 2:
+        recipe = with_parts(recipe, num_ranks, random.Random(f"parts of {pair}"))
     num_steps = STEPS if takes_all_steps else SOME if number % 7 == 0 else FEW
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):
         assert len(trace.losses) == num_steps
@@ -190,10 +193,21 @@ def sample(seed: int) -> tuple[int, Recipe, str, int]:
             parallel = replace(parallel, ep_ranks_per_node=draw.choice((2, 4)))
         model, num_starved = draw.choice(MODELS), draw.choice(list(STARVED.values()))
         recipe = recipe_of(
-            parallel, model, draw.choice((2, 2, 4, 8)), draw.choice(("none", "none", "experts", "block"))
+            parallel, model, draw.choice((2, 2, 4, 8)), (draw.choice(("none", "none", "experts", "block")),)
         )
         if sizes_of(parallel, num_ranks) is not None and not check_rules(recipe, num_ranks):
-            return num_ranks, with_schedule(recipe, num_ranks, seed), model, num_starved
+            recipe = with_parts(with_schedule(recipe, num_ranks, seed), num_ranks, random.Random(f"parts {seed}"))
+            return num_ranks, recipe, model, num_starved
+
+
+def with_parts(recipe: Recipe, num_ranks: int, draw: random.Random) -> Recipe:
+    """The recipe with more that is computed again: each part that the rules accept in all layers, some, or none."""
+    for name in RECOMPUTABLE:
+        entry = draw.choice((name, name, f"{name}:{draw.choice((1, 2, -1, -2))}", "none"))
+        kept = tuple(other for other in recipe.memory.recompute if other not in (AUTO, NONE))
+        more = replace(recipe, memory=MemoryConfig((*kept, entry))) if entry != "none" else recipe
+        recipe = recipe if name == "block" or check_rules(more, num_ranks) else more
+    return recipe
 
 
 def with_schedule(recipe: Recipe, num_ranks: int, seed: int) -> Recipe:

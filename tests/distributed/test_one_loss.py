@@ -322,6 +322,12 @@ SPLIT_MODELS = {
 }
 """Models whose heads divide by 4; with "shared", two of 4 ranks need the same keys and values. Balancing losses, expert
 bias, shared experts and a dense first layer are in all."""
+OUTPUTS = MemoryConfig(("norms", "dense_mlp", "shared_experts"))
+OF_GQA, OF_MLA = (
+    MemoryConfig(("norms", name, "attention", "dense_mlp", "shared_experts", "experts"))
+    for name in ("qkv_rope", "mla_up")
+)
+"""All that is computed again of a layer by parts; test_layouts.py draws some of it."""
 TP2 = ParallelConfig(tp=2)
 TP2_EP2 = ParallelConfig(tp=2, ep=2, dispatcher="alltoall")
 TWO_NODES = ParallelConfig(tp=2, ep=4, dispatcher="hierarchical", ep_ranks_per_node=2)
@@ -348,18 +354,26 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
     ("num_ranks", "parallel", "name", "changes"),
     [
         pytest.param(4, TWO_NODES, "mla", {}, id="tp2-dp2-ep4-2x2-mla"),
-        pytest.param(4, replace(TP2_EP2, accumulate_unsharded=True), "mla", {}, id="tp2-dp2-unsharded"),
+        pytest.param(
+            4,
+            replace(TP2_EP2, accumulate_unsharded=True),
+            "mla",
+            {"memory": OF_MLA},
+            id="tp2-dp2-unsharded-recompute_parts",
+        ),
         pytest.param(
             2,
             replace(TP2_EP2, accumulate_unsharded=True, overlap="microbatch"),
             "gqa",
-            {},
-            id="tp2-ep2-interleaved",
+            {"memory": MemoryConfig(("attention", "experts:-1"))},
+            id="tp2-ep2-interleaved-recompute_attention",
         ),
         # on CPUs the layers have the collectives and GEMMs that overlap on GPUs, one after the other
         pytest.param(2, OVERLAPPED, "mla", {"memory": MemoryConfig("block")}, id="overlapped-tp2-mla-recompute_block"),
-        pytest.param(2, OVERLAPPED, "mla-latent-gate", {}, id="overlapped-tp2-mla-latent-gate"),
-        pytest.param(4, replace(OVERLAPPED, tp=4), "gqa-shared", {}, id="overlapped-tp4-gqa-shared"),
+        pytest.param(2, OVERLAPPED, "mla-latent-gate", {"memory": OF_MLA}, id="overlapped-tp2-mla-recompute_parts"),
+        pytest.param(
+            4, replace(OVERLAPPED, tp=4), "gqa-shared", {"memory": OF_GQA}, id="overlapped-tp4-recompute_parts"
+        ),
         pytest.param(4, replace(OVERLAPPED, cp=2), "gqa-tied", {}, id="overlapped-cp2-tp2-gqa-tied"),
         pytest.param(4, replace(OVERLAPPED, pp=2), "gqa", {}, id="overlapped-tp2-pp2-gqa"),
         pytest.param(
@@ -391,7 +405,7 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
     ("num_ranks", "parallel", "name", "changes"),
     [
         pytest.param(2, with_gathered_keys(CP2), "gqa-window", {}, id="cp2-allgather-gqa-window"),
-        pytest.param(2, CP2_EP2, "gqa", {"memory": MemoryConfig("block")}, id="cp2-ep2-recompute_block"),
+        pytest.param(2, CP2_EP2, "gqa", {"memory": OF_GQA}, id="cp2-ep2-recompute_parts"),
         pytest.param(
             2,
             replace(CP2_EP2, accumulate_unsharded=True, overlap="microbatch"),
@@ -399,7 +413,7 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
             {},
             id="cp2-ep2-interleaved",
         ),
-        pytest.param(4, with_gathered_keys(CP2_TP2), "mla", {}, id="cp2-tp2-allgather-mla"),
+        pytest.param(4, with_gathered_keys(CP2_TP2), "mla", {"memory": OF_MLA}, id="cp2-tp2-allgather-recompute_parts"),
         pytest.param(4, replace(CP2_EP2, accumulate_unsharded=True), "mla", {}, id="cp2-dp2-ep2-edp2-unsharded"),
     ],
 )
@@ -432,7 +446,7 @@ def causal_alone(ranks) -> Callable[[str], Trace]:
             {},
             id="cp2-ep2-interleaved",
         ),
-        pytest.param(4, replace(RING_EP2, cp=4, ep=4), "gqa", {}, id="cp4-ep4-gqa"),
+        pytest.param(4, replace(RING_EP2, cp=4, ep=4), "gqa", {"memory": OF_GQA}, id="cp4-ep4-recompute_parts"),
         pytest.param(4, replace(RING, tp=2), "gqa-shared", {}, id="cp2-tp2-gqa-shared"),
         pytest.param(4, replace(RING_EP2, ep=4), "gqa", {}, id="cp2-dp2-ep4-gqa"),
         pytest.param(4, replace(RING, pp=2), "gqa", {}, id="cp2-pp2-gqa"),
@@ -491,7 +505,11 @@ def train_tempted(run: Recipe, *args: Any) -> dict[str, Any]:
         return train(run, *args)
 
 
-@pytest.mark.parametrize(("what", "trainer"), [("experts", train), ("block", train_tempted)])
+@pytest.mark.parametrize(
+    ("what", "trainer"),
+    [(("norms:-2", "qkv_rope:1", "experts:-1"), train), (("norms:1", "dense_mlp:1", "block:-2"), train_tempted)],
+    ids=["parts", "parts_and_block"],
+)
 def test_one_loss_with_recompute(ranks, alone: dict[int, Trace], what: Any, trainer: Callable[..., Any]) -> None:
     candidate = recipe(ParallelConfig(ep=2, dispatcher="alltoall"), memory=MemoryConfig(what), micro_batch_sequences=2)
     assert_same(Trace(**ranks(2, trainer, candidate, -1, FEW)[0]), alone[-1], 1e-9)
@@ -500,19 +518,19 @@ def test_one_loss_with_recompute(ranks, alone: dict[int, Trace], what: Any, trai
 EP2 = ParallelConfig(ep=2, dispatcher="allgather")
 
 
-@pytest.mark.few("dp2-ep2-recompute_experts-starved")
+@pytest.mark.few("dp2-ep2-recompute_parts-starved")
 @pytest.mark.parametrize(
-    ("parallel", "what", "num_starved"),
+    ("parallel", "memory", "num_starved"),
     [
-        pytest.param(replace(EP2, ep=1), "none", -1, id="dp2-edp2"),
-        pytest.param(replace(EP2, reshard_after_forward=False), "experts", 4, id="dp2-ep2-recompute_experts-starved"),
+        pytest.param(replace(EP2, ep=1), MemoryConfig(), -1, id="dp2-edp2"),
+        pytest.param(replace(EP2, reshard_after_forward=False), OF_GQA, 4, id="dp2-ep2-recompute_parts-starved"),
     ],
 )
 def test_one_loss_with_compiled_pieces(
-    ranks, alone: dict[int, Trace], parallel: ParallelConfig, what: str, num_starved: int
+    ranks, alone: dict[int, Trace], parallel: ParallelConfig, memory: MemoryConfig, num_starved: int
 ) -> None:
     """A rank without tokens compiles nothing again. Recomputed blocks are beside tensor parallelism."""
-    candidate = recipe(parallel, compile=COMPILED, memory=MemoryConfig(what), micro_batch_sequences=2)
+    candidate = recipe(parallel, compile=COMPILED, memory=memory, micro_batch_sequences=2)
     for fields in ranks(2, train_compiled, candidate, num_starved, FEW):
         trace = Trace(**fields)
         assert_same(trace, alone[num_starved], 1e-9)
@@ -577,7 +595,8 @@ def test_one_loss_with_any_microbatches(ranks, alone: dict[int, Trace]) -> None:
 @pytest.mark.parametrize("dp_replicate", [1, 2])
 def test_one_loss_with_unsharded_accumulation(ranks, alone: dict[int, Trace], dp_replicate: int) -> None:
     parallel = ParallelConfig(dp_replicate=dp_replicate, ep=2, dispatcher="alltoall", accumulate_unsharded=True)
-    for trace in run(ranks, 4, recipe(parallel), -1, FEW):
+    memory = MemoryConfig() if dp_replicate == 1 else OF_GQA
+    for trace in run(ranks, 4, recipe(parallel, memory=memory), -1, FEW):
         assert_same(trace, alone[-1], 1e-9)
 
 

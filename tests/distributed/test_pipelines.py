@@ -35,6 +35,8 @@ SCHEDULES = {
     "zbv": ParallelConfig(pp_schedule="zbv", vpp=2, accumulate_unsharded=True),
     "dualpipev": ParallelConfig(pp_schedule="dualpipev", vpp=2, accumulate_unsharded=True),
 }
+KEPT, OUTPUTS, OF_GQA, OF_MLA = MemoryConfig(), one_loss.OUTPUTS, one_loss.OF_GQA, one_loss.OF_MLA
+OUTPUTS_OF_GQA = MemoryConfig((*OUTPUTS.recompute, "qkv_rope"))
 AXES: dict[str, dict[str, Any]] = {
     "ep2": {"ep": 2, "dispatcher": "alltoall"},
     "dp2": {"dp_shard": 2},
@@ -43,10 +45,10 @@ AXES: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_of(parallel: ParallelConfig, model: str = "gqa", memory: str = "none") -> Recipe:
+def recipe_of(parallel: ParallelConfig, model: str = "gqa", memory: MemoryConfig = KEPT) -> Recipe:
     """A layer for each of up to eight stages, the first of them dense; two microbatches for each rank of the pipeline,
     of up to two data ranks."""
-    base = one_loss.split_recipe(parallel, model, run=RunConfig(device="cpu"), memory=MemoryConfig(memory))
+    base = one_loss.split_recipe(parallel, model, run=RunConfig(device="cpu"), memory=memory)
     num_microbatches = MICROBATCHES_A_RANK * max(parallel.pp, 2)
     size = max(NUM_SEQUENCES // num_microbatches // max(parallel.dp_shard, parallel.ep, 1), 1)
     train = replace(
@@ -80,20 +82,21 @@ def assert_trains_alike(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "axis", "model"),
+    ("schedule", "axis", "model", "memory"),
     [
-        ("1f1b", "cp2", "gqa-tied"),
-        ("interleaved_1f1b", "ep2", "gqa"),
-        ("zbv", "tp2", "gqa-tied"),
-        ("zbv", "dp2", "gqa"),
-        ("dualpipev", "ep2", "gqa-tied"),
+        ("1f1b", "cp2", "gqa-tied", OF_GQA),
+        ("interleaved_1f1b", "ep2", "gqa", MemoryConfig(("norms:-2", "experts:-2", "block:2"))),
+        ("zbv", "tp2", "gqa-tied", OUTPUTS),
+        ("zbv", "dp2", "gqa", KEPT),
+        ("dualpipev", "ep2", "gqa-tied", OUTPUTS_OF_GQA),
     ],
 )
 def test_every_schedule_trains_as_one_process(
-    ranks: Any, alone: Callable[..., Any], schedule: str, axis: str, model: str
+    ranks: Any, alone: Callable[..., Any], schedule: str, axis: str, model: str, memory: MemoryConfig
 ) -> None:
+    """Where backwards are split, outputs alone are computed again."""
     parallel = replace(SCHEDULES[schedule], pp=2, **AXES[axis])
-    assert_trains_alike(ranks, alone, recipe_of(parallel, model), model)
+    assert_trains_alike(ranks, alone, recipe_of(parallel, model, memory), model)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -105,23 +108,23 @@ def test_four_ranks_of_a_pipeline_train_as_one_process(ranks: Any, alone: Callab
 @pytest.mark.parametrize(
     ("model", "memory", "changes"),
     [
-        pytest.param("gqa-tied", "none", {}, id="tied"),
-        pytest.param("gqa-tied", "none", {"pp_schedule": "zbv", "vpp": 2, "accumulate_unsharded": True}, id="tied_v"),
-        pytest.param("gqa-tied", "none", {"tp": 2}, id="tied_tp"),
-        pytest.param("gqa-window", "none", {"pp_layout": "E|ttttttttL"}, id="embedding_alone"),
+        pytest.param("gqa-tied", KEPT, {}, id="tied"),
+        pytest.param("gqa-tied", KEPT, {"pp_schedule": "zbv", "vpp": 2, "accumulate_unsharded": True}, id="tied_v"),
+        pytest.param("gqa-tied", KEPT, {"tp": 2}, id="tied_tp"),
+        pytest.param("gqa-window", OUTPUTS, {"pp_layout": "E|ttttttttL"}, id="embedding_alone"),
         pytest.param(
             "gqa",
-            "none",
+            KEPT,
             {"pp_schedule": "interleaved_1f1b", "vpp": 2, "pp_layout": "E|t*8||L"},
             id="empty_stage",
         ),
-        pytest.param("mla", "block", {"dp_shard": 2, "accumulate_unsharded": True}, id="recompute_block"),
-        pytest.param("mla-latent-gate", "experts", {"dp_shard": 2}, id="recompute_experts"),
-        pytest.param("gqa", "none", {"pp_schedule": "interleaved_1f1b", "vpp": 4}, id="four_stages_a_rank"),
+        pytest.param("mla", MemoryConfig("block"), {"dp_shard": 2, "accumulate_unsharded": True}, id="recompute_block"),
+        pytest.param("mla-latent-gate", OF_MLA, {"dp_shard": 2}, id="recompute_parts"),
+        pytest.param("gqa", KEPT, {"pp_schedule": "interleaved_1f1b", "vpp": 4}, id="four_stages_a_rank"),
     ],
 )
 def test_models_train_on_two_stages_as_in_one_process(
-    ranks: Any, alone: Callable[..., Any], model: str, memory: str, changes: dict[str, Any]
+    ranks: Any, alone: Callable[..., Any], model: str, memory: MemoryConfig, changes: dict[str, Any]
 ) -> None:
     assert_trains_alike(ranks, alone, recipe_of(replace(ParallelConfig(pp=2), **changes), model, memory), model)
 
@@ -194,7 +197,9 @@ def test_pairs_of_microbatches_train_as_one_process(
 def test_pairs_recompute_experts_and_train_as_one_process(
     ranks: Any, alone: Callable[[str, int], Any], changes: dict[str, Any]
 ) -> None:
-    assert_trains_alike(ranks, alone, recipe_of(replace(PAIRS, **changes), memory="experts"))
+    assert_trains_alike(
+        ranks, alone, recipe_of(replace(PAIRS, **changes), memory=MemoryConfig(("attention", "experts")))
+    )
 
 
 def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
