@@ -66,6 +66,25 @@ def test_room_of_an_arena_is_at_least_one_layer() -> None:
     assert loads.room(1.5) == (63, 120)
 
 
+@pytest.mark.parametrize(
+    ("number", "slots", "least"), [(None, 120, 80), (4, 120, 80), (9, 120, 80), (3, 90, 80), (1, 80, 80), (0, 0, 0)]
+)
+def test_room_of_an_arena_has_no_slots_for_hidden_states_that_are_not_kept(
+    number: int | None, slots: int, least: int
+) -> None:
+    loads = LayerLoads(4, rows=10.5, slots=20, worst_rows=16, worst_slots=80, num_hidden_layers=number)
+    assert loads.room(1.5) == (63, slots) and loads.room(0.0) == (16, least) and loads.room(99.0)[0] == 64
+    assert loads.of_all_layers() == (42, 20 * min(4 if number is None else number, 4))
+
+
+def test_layers_without_hidden_states_take_no_slots() -> None:
+    capacity, arena = ExpertCapacity(1.5), Arena(8, 4, torch.float32, "cpu")
+    capacity.use_arena(arena, LayerLoads(4, 10.0, 20, 16, 40, num_hidden_layers=0))
+    assert (arena.rows_AW.shape, arena.hidden_BH.shape) == ((60, 8), (0, 8)) and arena.num_bytes == 4 * 8 * 60
+    arena.need.copy_(torch.tensor([50, 0]))
+    assert float(capacity.needed_factor()) == pytest.approx(1.25), "slots that nothing takes need no room"
+
+
 def test_an_arena_is_resized_with_the_factor_and_sizes_of_layers_are_the_worst_case() -> None:
     capacity = ExpertCapacity()
     arena = Arena(8, 4, torch.float32, "cpu")

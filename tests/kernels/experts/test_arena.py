@@ -36,9 +36,26 @@ def test_arena_takes_as_the_reference(device: str, name: str, keeps: bool) -> No
     assert not bool(arena.overflowed) and arena.need.tolist() == [0, 0]
 
 
-def take(arena: Arena, rows: int, slots: int) -> list[int]:
+def take(arena: Arena, rows: int, slots: int, *, keeps_slots: bool = True) -> list[int]:
     last = torch.tensor([0, rows, slots], dtype=torch.int32, device=arena.need.device)
-    return arena.take(last[1:2], last[2:]).tolist()
+    return arena.take(last[1:2], last[2:], keeps_slots=keeps_slots).tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_without_hidden_states_take_rows_alone(device: str) -> None:
+    """Among layers with them, in any slab; their slots are in memory of their own, from 0 on."""
+    arena = Arena(2, 2, torch.float32, device, num_slabs=2)
+    arena.resize(10, 12)
+    for slab in (1, 0):
+        arena.start_forward(slab)
+        ways = [True, False, True, False]
+        taken = [take(arena, 2, 5, keeps_slots=keeps)[:2] for keeps in ways]
+        rows, slots = 10 * slab, 12 * slab
+        assert taken == [[rows, slots], [rows + 2, 0], [rows + 4, slots + 5], [rows + 6, 0]]
+        assert arena.need.tolist() == [8, 10] and not bool(arena.overflowed)
+        assert (bases := take_reference([(2, 5)] * 4, (10, 0), True, slab, keeps_slots=False)[0])[3] == (rows + 6, 0)
+        assert all(row == other for (row, _), (other, _) in zip(taken, bases, strict=True))
+    assert take(arena, 3, 99, keeps_slots=False)[:2] == [0, 0] and bool(arena.overflowed), "rows that do not fit"
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -1,4 +1,5 @@
-"""Weights in two pieces, own experts and clones behind them, give what they give in one, bit for bit."""
+"""Weights in two pieces, own experts and clones behind them, give what they give in one, bit for bit; and so do
+hidden states that backward computes again."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from support.kernel_samples import sample_plans
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from titan_moe.config.recompute import of_entries
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts import passes
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
@@ -17,6 +19,8 @@ from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.memory import recompute
 
 EXPERTS, OWN, WIDTH, HIDDEN = 5, 3, 64, 48
 WITH_BIASES = (*MATRICES, "gate_up_bias", "down_bias")
@@ -100,6 +104,37 @@ def test_two_pieces_equal_one(mlp: ExpertMLP, names: tuple[str, ...], is_compile
         whole = run(mlp, leaves, plan, names, is_split=False)
         for got, wanted in zip(split, whole, strict=True):
             assert torch.equal(got, wanted), name
+
+
+def without_hidden(mlp: ExpertMLP) -> ExpertMLP:
+    """The same, where hidden states of experts are computed again."""
+    experts, block, model = GroupedExperts(1, WIDTH, HIDDEN, mlp), torch.nn.Module(), torch.nn.Module()
+    block.feed_forward = torch.nn.Module()
+    block.feed_forward.experts, model.layers = experts, torch.nn.ModuleList([block])
+    recompute.apply(model, of_entries(("moe_act",), 1))
+    return experts.mlp
+
+
+OF_TRITON = [case for case in cases() if case.values[0] in ("fused", "wide", "fp8")]
+
+
+@pytest.mark.parametrize(("kernels", "is_compiled", "device"), OF_TRITON)
+def test_hidden_states_that_are_computed_again_have_the_same_bits(
+    mlp: ExpertMLP, names: tuple[str, ...], is_compiled: bool, device: str
+) -> None:
+    """And are not kept. In one piece, and beside clones."""
+    torch._dynamo.reset()
+    again = without_hidden(mlp)
+    again = torch.compile(again, fullgraph=True, backend="aot_eager") if is_compiled else again
+    for name, is_split in (("random", True), ("padded", False), ("no_rows", False)):
+        leaves, plan = drawn(name, device, names)
+        got, wanted = (run(each, leaves, plan, names, is_split=is_split) for each in (again, mlp))
+        assert all(map(torch.equal, got, wanted)), name
+    leaves, (rows_R, slots_SK, offsets_e) = drawn("random", device, names)
+    slots, weights = ExpertSlots(rows_R, slots_SK, leaves[1], offsets_e), ExpertWeights.of(leaves[2:], names)
+    kept, not_kept = (saved_bytes(partial(each, leaves[0], slots, weights), leaves) for each in (mlp, again))
+    element = 1 if isinstance(mlp, FusedMLP) and mlp.format.is_rounded else leaves[0].element_size()
+    assert kept - not_kept >= rows_R.numel() * 2 * HIDDEN * element
 
 
 def saved_bytes(function: Callable[[], Any], ignored: list[Tensor]) -> int:
