@@ -69,7 +69,7 @@ def test_names_of_a_layer_are_in_the_order_of_the_table() -> None:
         ["norms", "experts"],
         ["norms", "block"],
     ]
-    assert again.repeats_experts and not of_entries(("moe_act", "norms"), 4).repeats_experts
+    assert again.without_rows == {1, 2, 3} and again.without_hidden == {0, 1, 2, 3}
 
 
 def test_one_entry_may_be_a_word() -> None:

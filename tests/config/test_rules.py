@@ -261,10 +261,10 @@ BROKEN = {
         "--memory.recompute=norms,block:2-3",
         'memory.recompute has "block" and, of the same layers, norms, which blocks contain',
     ),
-    "recomputed_experts_are_of_all_layers": (
-        "--memory.recompute=experts:-1 --parallel.dispatcher=symm_mem --parallel.overlap=tile --run.device=cuda "
+    "recomputed_blocks_are_all": (
+        "--memory.recompute=block:-1 --parallel.dispatcher=symm_mem --parallel.overlap=tile --run.device=cuda "
         "--parallel.expert_rank_capacity_factor=1.5",
-        "memory.recompute repeats the experts of 1 of 3 layers, whose rows lie in an arena",
+        'memory.recompute has "block" in 1 of 3 layers, whose rows lie in an arena',
     ),
     "pieces_are_not_recomputed": (
         f"{INTERLEAVED} --memory.recompute=norms",

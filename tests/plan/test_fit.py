@@ -8,18 +8,20 @@ import pytest
 
 from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.choice.hardware import gpus_here
+from titan_moe.plan.choice.hardware import find_hardware, gpus_here
+from titan_moe.plan.choice.recompute import choose_recompute, is_auto, with_entries
 from titan_moe.plan.cost.memory import shared_bytes_per_rank
 from titan_moe.plan.fit import CHANGES
 from titan_moe.plan.resolved import Resolved
 
 MIXTRAL = Path(__file__).parents[2] / "recipes" / "mixtral_8x7b.toml"
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
+NOTHING = "--memory.recompute=none"
 
 
 def warnings_of(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str, num_ranks: int = 8) -> list[str]:
     monkeypatch.setattr("titan_moe.plan.check_report.gpus_here", lambda: gpus)
-    lines = describe(load_recipe(QWEN3, [*overrides]), num_ranks).splitlines()
+    lines = describe(load_recipe(QWEN3, [NOTHING, *overrides]), num_ranks).splitlines()
     return [line.strip() for line in lines if "WARNING" in line]
 
 
@@ -30,14 +32,14 @@ def test_peak_is_compared_with_the_gpus_here(monkeypatch: pytest.MonkeyPatch) ->
     gpus = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "Some GPU"]
     (warning,) = warnings_of(monkeypatch, gpus, "--compile.cudagraph=off")
     assert "GiB exceed the 79 GiB of NVIDIA H100 80GB HBM3; memory.recompute" in warning
-    assert '; memory.recompute = ["experts"] fits: 77.1 GiB; or train.micro_batch_sequences = 1 fits: ' in warning
+    assert '; memory.recompute = ["auto"] fits: 73.7 GiB; or train.micro_batch_sequences = 1 fits: ' in warning
     assert "micro_batch_sequences = 2" not in warning, "half of 4 sequences is still too much"
 
 
 def test_the_peak_that_exceeds_is_the_one_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_moe.plan.check_report.gpus_here", lambda: ["NVIDIA H200"])
     overrides = ["--parallel.pp=4", "--train.micro_batch_sequences=16", "--train.global_batch_sequences=512"]
-    text = describe(load_recipe(QWEN3, [*overrides, "--parallel.pp_schedule=1f1b"]), 32)
+    text = describe(load_recipe(QWEN3, [NOTHING, *overrides, "--parallel.pp_schedule=1f1b"]), 32)
     (exceeds,) = re.findall(r"WARNING: (\S+) GiB exceed", text)
     of_ranks = re.findall(r"about (\S+) GiB at the peak\n", text)
     assert re.findall(r"about (\S+) GiB at the peak of a step", text) == [exceeds] and exceeds in of_ranks
@@ -65,7 +67,7 @@ def test_an_arena_of_one_layer_has_room_for_all_factors() -> None:
 
 def test_peak_is_compared_with_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_moe.plan.check_report.gpus_here", lambda: ["NVIDIA H200"])
-    recipe = load_recipe(QWEN3)
+    recipe = load_recipe(QWEN3, [NOTHING])
     assert "GiB exceed the 79 GiB of H100; " in describe(recipe, 8, "H100")
     assert "GiB fit the 139 GiB of h200" in describe(recipe, 8, "h200")
     on_cpus = load_recipe(QWEN3.with_name("quickstart.toml"))
@@ -83,7 +85,7 @@ def test_ranks_of_a_gpu_need_memory_together(monkeypatch: pytest.MonkeyPatch) ->
 def by_hand(file: Path, num_ranks: int, limit_gib: float) -> list[tuple[int, int, list[str], float]]:
     """All sets of up to three changes of the table that fit, as overrides, from fresh recipes: how many fields, their
     costs, and the peak that the report of the changed recipe has."""
-    recipe, fitting = load_recipe(file), []
+    recipe, fitting = load_recipe(file, [NOTHING]), []
     options = []
     for key, values in CHANGES.items():
         section, field = key.split(".")
@@ -92,7 +94,7 @@ def by_hand(file: Path, num_ranks: int, limit_gib: float) -> list[tuple[int, int
         for keys in itertools.combinations(options, number):
             for chosen in itertools.product(*keys):  # one value of each
                 overrides = [f"--{key}={_as_text(value)}" for key, value, _ in chosen]
-                changed = load_recipe(file, overrides)
+                changed = load_recipe(file, [NOTHING, *overrides])
                 if check_rules(changed, num_ranks) or (gib := peak_of(changed, num_ranks)) > limit_gib:
                     continue
                 fitting.append((number, sum(cost for _, _, cost in chosen), overrides, gib))
@@ -105,7 +107,10 @@ def _as_text(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value).lower()
 
 
-def peak_of(recipe: Recipe, num_ranks: int) -> float:
+def peak_of(recipe: Recipe, num_ranks: int, gpu: str = "H100") -> float:
+    hardware = find_hardware(gpu)
+    if is_auto(recipe) and hardware:
+        recipe = with_entries(recipe, choose_recompute(recipe, num_ranks, hardware).entries)
     peak = Resolved(recipe, num_ranks).peak_bytes(1.125) + shared_bytes_per_rank(recipe)
     return peak / 2**30
 
@@ -114,18 +119,18 @@ def peak_of(recipe: Recipe, num_ranks: int) -> float:
     ("num_ranks", "expected"),
     [
         (16, "parallel.accumulate_unsharded = false fits: 64.5 GiB"),
-        (8, 'parallel.accumulate_unsharded = false and memory.recompute = ["block"] fit: 74.5 GiB'),
+        (8, 'parallel.accumulate_unsharded = false and memory.recompute = ["auto"] fit: 74.8 GiB'),
     ],
 )
 def test_nearest_changes_that_fit_are_found(num_ranks: int, expected: str) -> None:
     """Mixtral on H100s, beside a search of all sets of changes."""
-    report = describe(load_recipe(MIXTRAL), num_ranks, "H100")
+    report = describe(load_recipe(MIXTRAL, [NOTHING]), num_ranks, "H100")
     (ways,) = re.findall(r"WARNING: 1\d\d GiB exceed the 79 GiB of H100; (.*)", report)
     number, cost, overrides, gib = by_hand(MIXTRAL, num_ranks, 79)[0]
     assert ways.split("; or ")[0] == expected
     assert in_overrides(expected) == overrides and f": {gib:.3g} GiB" in expected and len(overrides) == number
     for way in ways.split("; or "):
-        changed = load_recipe(MIXTRAL, in_overrides(way))
+        changed = load_recipe(MIXTRAL, [NOTHING, *in_overrides(way)])
         assert check_rules(changed, num_ranks) == []
         assert f"{peak_of(changed, num_ranks):.3g} GiB fit the 79 GiB of H100" in describe(changed, num_ranks, "H100")
 
@@ -158,14 +163,14 @@ def test_a_recipe_that_fits_gets_no_advice() -> None:
 
 
 def test_a_recipe_that_nothing_fits_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    (warning,) = warnings_of(monkeypatch, ["NVIDIA A100-SXM4-40GB"])
+    (warning,) = warnings_of(monkeypatch, [gpu := "NVIDIA A100-SXM4-40GB"])
     nearest, gib = re.search(r"; no changes fit; the nearest, (.*), need (\S+) GiB; ", warning).groups()
-    assert 'precision.moments = "fp8"' in nearest and 'memory.recompute = ["block"]' in nearest
-    changed = load_recipe(QWEN3, in_overrides(nearest))
-    assert check_rules(changed, 8) == [] and gib == f"{peak_of(changed, 8):.3g}" and float(gib) > 39
+    assert 'precision.moments = "fp8"' in nearest and 'memory.recompute = ["auto"]' in nearest
+    changed = load_recipe(QWEN3, [NOTHING, *in_overrides(nearest)])
+    assert check_rules(changed, 8) == [] and gib == f"{peak_of(changed, 8, gpu):.3g}" and float(gib) > 39
     number, fitting = re.findall(r"; (\d+) ranks with them fit: (\S+) GiB$", warning)[0]
-    assert fitting == f"{peak_of(changed, int(number)):.3g}" and check_rules(changed, int(number)) == []
-    assert peak_of(changed, int(number) // 2) > 39
+    assert fitting == f"{peak_of(changed, int(number), gpu):.3g}" and check_rules(changed, int(number)) == []
+    assert peak_of(changed, int(number) // 2, gpu) > 39
 
 
 def test_a_recipe_of_any_size_is_told_what_to_do() -> None:

@@ -79,9 +79,10 @@ class MemoryConfig:
     `attention`: The result of attention, which runs twice.
     `dense_mlp`: The hidden states of dense layers.
     `shared_experts`: The hidden states of shared experts.
+    `expert_weights`: Copies of expert weights in compute's dtype, or codes of them.
     `moe_act`: The hidden states of experts, from rows that are kept. No communication is repeated.
-    `experts`: The expert MLPs. No communication is repeated, except the experts' reads of rows with
-    `parallel.overlap = "tile"`.
+    `experts`: Rows and hidden states of experts. Only `parallel.dispatcher = "symm_mem"` gets rows again; others keep
+    those that they received. Experts that are not fused run twice.
     `block`: Whole blocks, dispatch and combine included. The experts of each token are kept, 4 bytes a choice: the
     second forward takes those of the first. A block calls each of its routers once."""
 

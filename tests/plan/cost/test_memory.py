@@ -72,9 +72,9 @@ def test_gathered_bytes_of_copies_of_unsharded_experts() -> None:
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
     assert Resolved(recipe, 4).gathered_bytes == pytest.approx(copies)
     assert "of experts in bf16 during a step" in describe(recipe, 4)
-    for recompute in ("experts", "block"):
-        again = replace(recipe, memory=MemoryConfig(recompute=recompute))
-        assert Resolved(again, 4).gathered_bytes == 0
+    for recompute in ("expert_weights", "block"):
+        again = replace(recipe, memory=MemoryConfig(recompute=(recompute,)))
+        assert Resolved(again, 4).gathered_bytes == pytest.approx(copies / MODEL.num_moe_layers), "those of a layer"
     for changed in ({"master": "bf16", "reduce": "bf16"}, {"master": "bf16", "reduce": "fp32"}):
         assert Resolved(replace(recipe, precision=PrecisionConfig(**changed)), 4).gathered_bytes == 0
 

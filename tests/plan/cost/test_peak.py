@@ -11,7 +11,7 @@ from titan_moe.config.clones import resolve_clones
 from titan_moe.config.gemms import count_native_experts
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.graph_pool import gathering_bytes, message_bytes, reducing_bytes
-from titan_moe.plan.cost.loads import LayerLoads
+from titan_moe.plan.cost.loads import LayerLoads, layer_loads
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
     experts_per_rank,
@@ -187,11 +187,17 @@ def test_arena_and_temporaries_of_qwen3_on_eight_ranks() -> None:
     assert temporary_bytes_per_rank(recipe) == (2 * 8 * tokens * width + worst_slots * (3 * hidden + width)) * 2
 
 
-def test_recomputed_layers_need_the_arena_of_one() -> None:
-    whole, again = (
-        load_recipe(RECIPES / "qwen3_30b_a3b.toml", [f"--memory.recompute={what}"]) for what in ("none", "experts")
+def test_recomputed_blocks_need_the_arena_of_one() -> None:
+    """Experts that are recomputed need none, and those without hidden states rows alone."""
+    whole, blocks, experts, some, rows = (
+        load_recipe(RECIPES / "qwen3_30b_a3b.toml", [f"--memory.recompute={what}"])
+        for what in ("none", "block", "experts", "experts:12", "moe_act")
     )
-    assert arena_bytes_per_rank(again, 1.5) == arena_bytes_per_rank(whole, 0.0) < arena_bytes_per_rank(whole, 1.0) / 5
+    assert arena_bytes_per_rank(blocks, 1.5) == arena_bytes_per_rank(whole, 0.0) < arena_bytes_per_rank(whole, 1.0) / 5
+    assert arena_bytes_per_rank(experts, 1.5) == 0
+    assert arena_bytes_per_rank(some, 1.5) == pytest.approx(0.75 * arena_bytes_per_rank(whole, 1.5))
+    of_rows = layer_loads(rows).room(1.5)[0] * 2 * rows.model.hidden_size
+    assert arena_bytes_per_rank(rows, 1.5) == of_rows < arena_bytes_per_rank(whole, 1.5)
 
 
 @pytest.mark.parametrize(
