@@ -58,7 +58,8 @@ class RepeatedOutputs:
     def _know(self, call: "_Call", args: Any, outputs: Any) -> None:
         of_inputs = {_address(value) for value in tree_flatten(args)[0] if isinstance(value, Tensor)}
         for index, output in enumerate(tree_flatten(outputs)[0]):
-            if type(output) in PLAIN and (address := _address(output)) not in of_inputs:  # a view of an input is kept
+            # views of an input are kept, and parameters, which FSDP may have freed by then
+            if type(output) is Tensor and (address := _address(output)) not in of_inputs and not _is_weight(output):
                 self._outputs[address] = call, index, output.detach()
                 call.strides[index] = output.stride()
 
@@ -131,6 +132,10 @@ def _unpacked(value: Any) -> Any:
         return value
     output = value.call.output(value.number)
     return output.as_strided(value.size, value.stride, output.storage_offset() + value.offset)
+
+
+def _is_weight(value: Tensor) -> bool:
+    return isinstance(value._base, nn.Parameter)
 
 
 def _address(value: Tensor) -> int:
