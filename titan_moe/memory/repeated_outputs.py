@@ -1,6 +1,6 @@
 """Outputs of a part that are made again in backward, whatever saves them.
 
-Autograd hands each tensor that a later operation saves to a hook. If it lies in the memory of such an output, the hook
+Autograd hands each tensor that a later operation saves to a hook. If it lies in the storage of such an output, the hook
 keeps how to make it: the part, its inputs, and where the tensor lies in the output. The first that asks in backward
 makes all outputs of the part, and the last that asks frees them. Inputs may be such outputs themselves.
 """
@@ -23,7 +23,7 @@ class RepeatedOutputs:
 
     def __init__(self) -> None:
         self._outputs: dict[int, tuple[_Call, int, Tensor]] = {}
-        """By address, of the forward under way. The tensor keeps the address from being used again."""
+        """By storage, of the forward under way. The tensor keeps the storage alive."""
         self._is_open = False
 
     def of(self, part: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,16 +56,16 @@ class RepeatedOutputs:
         return with_hooks
 
     def _know(self, call: "_Call", args: Any, outputs: Any) -> None:
-        of_inputs = {_address(value) for value in tree_flatten(args)[0] if isinstance(value, Tensor)}
+        of_inputs = {_storage(value) for value in tree_flatten(args)[0] if isinstance(value, Tensor)}
         for index, output in enumerate(tree_flatten(outputs)[0]):
             # views of an input are kept, and parameters, which FSDP may have freed by then
-            if type(output) is Tensor and (address := _address(output)) not in of_inputs and not _is_weight(output):
-                self._outputs[address] = call, index, output.detach()
+            if type(output) is Tensor and (storage := _storage(output)) not in of_inputs and not _is_weight(output):
+                self._outputs[storage] = call, index, output.detach()
                 call.strides[index] = output.stride()
 
     def _packed(self, value: Any) -> Any:
         """How to make a tensor, or what was given."""
-        found = self._outputs.get(_address(value)) if type(value) in PLAIN and value.numel() else None
+        found = self._outputs.get(_storage(value)) if type(value) in PLAIN and value.numel() else None
         if found is None or found[2].dtype != value.dtype:
             return value
         call, index, output = found
@@ -138,5 +138,6 @@ def _is_weight(value: Tensor) -> bool:
     return isinstance(value._base, nn.Parameter)
 
 
-def _address(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()
+def _storage(value: Tensor) -> int:
+    """The identity of a tensor's memory. Its address is none: FSDP frees parameters whose storage lives on."""
+    return value.untyped_storage()._cdata
