@@ -35,6 +35,7 @@ from titan_moe.dispatch import (
     AllToAllDispatcher,
     CloningDispatcher,
     HierarchicalDispatcher,
+    LocalDispatcher,
 )
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -52,7 +53,7 @@ from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
-from titan_moe.kernels.experts.fused_mlp import FusedMLP
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM
 from titan_moe.kernels.optim.accumulate import accumulate_reference
 from titan_moe.kernels.registry import Kernel, Sample, load_all
@@ -177,6 +178,12 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
         with queue.delaying() as pending:
             run_layer(layer, is_trained=True)
         pending.compute()
+    for kind in (LocalDispatcher, partial(SymmMemFusedDispatcher, memory=shared), in_an_arena):
+        for keep in (Keep.ROWS, Keep.NOTHING):
+            layer = MoE(MODEL, kernels=PRESETS["fused"]).to(device, dtype)
+            layer.dispatcher = kind(NUM_EXPERTS, permute=PERMUTE["triton"])
+            layer.experts.mlp = replace(layer.experts.mlp, keeps=keep)
+            run_layer(layer, is_trained=True)
     for format, width in ((FP8_ROWWISE, WIDTH), (FP8_BLOCKWISE, 128)):
         of_width = replace(MODEL, hidden_size=width, moe=replace(MODEL.moe, ffn_hidden_size=width))
         layer = MoE(of_width, kernels=PRESETS["fused"]).to(device, dtype)
