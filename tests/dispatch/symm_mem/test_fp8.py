@@ -92,8 +92,8 @@ def test_files_carry_rows_in_fp8(
 @pytest.mark.parametrize(
     ("ways", "mlp"),
     [
-        (("kept", "delayed"), FusedMLP(FP8_ROWWISE)),
-        (("lifted", "delayed"), FusedMLP(FP8_ROWWISE_PLAIN_WGRAD)),
+        (("kept", "delayed", "rows", "nothing"), FusedMLP(FP8_ROWWISE)),
+        (("lifted", "delayed", "rows", "nothing"), FusedMLP(FP8_ROWWISE_PLAIN_WGRAD)),
     ],
     ids=["rounded_weight_gradients", "plain_weight_gradients"],
 )
@@ -118,8 +118,8 @@ def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide
 @pytest.mark.parametrize(
     ("ways", "mlp"),
     [
-        (("kept", "checkpointed"), FusedMLP(FP8_BLOCKWISE)),
-        (("lifted", "delayed"), FusedMLP(FP8_BLOCKWISE_PLAIN_WGRAD)),
+        (("kept", "checkpointed", "rows", "nothing"), FusedMLP(FP8_BLOCKWISE)),
+        (("lifted", "delayed", "rows", "nothing"), FusedMLP(FP8_BLOCKWISE_PLAIN_WGRAD)),
     ],
     ids=["rounded_weight_gradients", "plain_weight_gradients"],
 )
