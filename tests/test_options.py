@@ -192,6 +192,8 @@ KEPT = {
     "checkpoint.is_async": "training goes on while a checkpoint is written",
     "checkpoint.accept_changed_data": "a run goes on when its data has grown",
     "checkpoint.load_from": "training goes on from another run's weights",
+    "checkpoint.load_without": "a checkpoint has layers that are not built here",
+    "checkpoint.export_hf_at_end": "the result is served or evaluated elsewhere",
     "metrics.every_steps": "a logged step waits for the device",
     "metrics.tensorboard": "off where nobody reads it",
     "metrics.progress_bar": "off where standard error is a log",

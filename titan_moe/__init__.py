@@ -8,6 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from titan_moe.checkpoint.hf import load_hf as load_hf
+    from titan_moe.checkpoint.hf import save_hf as save_hf
+    from titan_moe.checkpoint.hf_folder import HuggingFaceError as HuggingFaceError
     from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
     from titan_moe.config.kernels import KernelOverrides as KernelOverrides
     from titan_moe.config.kernels import Kernels as Kernels
@@ -126,6 +129,7 @@ _MODULES = {
     "ExpertUse": "titan_moe.kernels.experts.weights",
     "ExpertWeights": "titan_moe.kernels.experts.weights",
     "GroupedExperts": "titan_moe.layers.experts",
+    "HuggingFaceError": "titan_moe.checkpoint.hf_folder",
     "KernelOverrides": "titan_moe.config.kernels",
     "Kernels": "titan_moe.config.kernels",
     "LocalDispatcher": "titan_moe.dispatch",
@@ -157,9 +161,11 @@ _MODULES = {
     "close_symm_memory": "titan_moe.dispatch.symm_mem.memory",
     "init_weights": "titan_moe.layers.init",
     "linear_cross_entropy": "titan_moe.kernels.loss.cross_entropy",
+    "load_hf": "titan_moe.checkpoint.hf",
     "load_recipe": "titan_moe.config.parse",
     "open_symm_memory": "titan_moe.dispatch.symm_mem.memory",
     "register_dispatcher": "titan_moe.parallel.dispatchers",
+    "save_hf": "titan_moe.checkpoint.hf",
     "scale_balancing_losses": "titan_moe.parallel.balance",
     "symm_bytes": "titan_moe.kernels.symm_mem.arrays",
     "train": "titan_moe.entry",

@@ -1,4 +1,7 @@
-"""The command line: `titan-moe train`, `trace`, `check`, `recipe`. Refuses invalid recipes before it imports torch."""
+"""The command line: `titan-moe train`, `trace`, `check`, `recipe`, `import`, `export`.
+
+Refuses invalid recipes before it imports torch.
+"""
 
 import argparse
 import atexit
@@ -11,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.config import RecipeError
 from titan_moe.config.explain import explain, list_fields, recipe_with_explanations
 from titan_moe.config.nearest import nearest_key
 from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE
 from titan_moe.config.parse import split_overrides
-from titan_moe.entry import check, load_accepted
+from titan_moe.entry import check, export_hf, import_hf, load_accepted, recipe_of_hf
 from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
 from titan_moe.run.end_process import end_soon
 from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
@@ -87,14 +91,17 @@ def _command(argv: Sequence[str]) -> int:
     try:
         if args.verb == "recipe":
             with _closed_pipe_ignored():
-                print(recipe_with_explanations())
+                print(recipe_of_hf(args.folder) if args.folder else recipe_with_explanations())
+            return 0
+        if args.verb in ("import", "export"):
+            _convert(args)
             return 0
         if args.verb == "check":
             with _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
-    except RecipeError as error:
+    except (RecipeError, HuggingFaceError) as error:
         record_failure(error)  # for the launcher, if this is one of its ranks
         _print_problems(error.problems)
         return EXIT_BAD_RECIPE
@@ -111,6 +118,14 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str |
     print(check(path, overrides, num_ranks=nproc, gpu=gpu))
     if nproc is None:
         print("\nThis is the smallest number of ranks that the layout allows; --nproc N checks another.")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    """Import or export a checkpoint."""
+    if args.verb == "export":
+        export_hf(args.checkpoint, args.folder, args.dtype)
+    for part, names in (import_hf(args.folder, args.checkpoint, args.skip) if args.verb == "import" else {}).items():
+        print(f"left out, because {part} is not built here: {len(names)} tensors from {names[0]} on")
 
 
 @contextmanager
@@ -231,8 +246,31 @@ def _parser() -> argparse.ArgumentParser:
     explained = "explain a field or a section of recipes; without KEY list all fields"
     checked.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
     purpose = "print all fields of recipes at their defaults, with explanations, as one TOML"
-    verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+    of_hf = "a Hugging Face checkpoint; prints the recipe that trains it on, with what was assumed"
+    printed = verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+    printed.add_argument("folder", nargs="?", metavar="HF_FOLDER", help=of_hf)
+    _add_conversions(verbs)
     return parser
+
+
+def _add_conversions(verbs: Any) -> None:
+    """Add the commands that import and export checkpoints of Hugging Face."""
+    folders = {"checkpoint": ("CHECKPOINT", "a checkpoint of a run, RUN/checkpoints/step-N, or an imported one")}
+    folders["folder"] = "HF_FOLDER", "a Hugging Face checkpoint: config.json and safetensors files"
+    purposes = {
+        "import": ("make a checkpoint, for checkpoint.load_from, from one of Hugging Face", ("folder", "checkpoint")),
+        "export": ("make a Hugging Face checkpoint from one of a run", ("checkpoint", "folder")),
+    }
+    for name, (purpose, order) in purposes.items():
+        verb = verbs.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+        for argument in order:
+            verb.add_argument(argument, metavar=folders[argument][0], help=folders[argument][1])
+        if name == "import":
+            skipped = "leave out a part that is not built here, such as mtp; may be repeated"
+            verb.add_argument("--skip", action="append", default=[], metavar="PART", help=skipped)
+        else:
+            dtype = "the dtype of the weights; default: as they are saved"
+            verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="", help=dtype)
 
 
 class _ShowVersion(argparse.Action):

@@ -207,6 +207,7 @@ neat_packing                            data.document_attention
 flash_attn                              perf.attention
 finetuning_type                         no field
 model_name_or_path                      no field
+last_save_in_hf                         checkpoint.export_hf_at_end
 ckpt_every_steps                        checkpoint.every_steps
 val_every_steps                         validation.every_steps
 packed_sequence_size                    train.seq_len_tokens

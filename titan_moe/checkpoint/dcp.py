@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
 from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
+from titan_moe.checkpoint.hf import check_exportable, load_hf, save_hf
+from titan_moe.checkpoint.hf_export import SOURCE_FOLDER, dtype_of, keep_source, left_out, source_of
 from titan_moe.checkpoint.manifest import MANIFEST_FILE, Manifest, find_damage, read_manifest
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.rng import RngState
@@ -27,6 +29,8 @@ from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_ch
 from titan_moe.titan.checkpoints import MODEL_KEY
 
 FAILURE_SAVE_TIMEOUT_S = 120.0
+HUGGING_FACE = "hf:"
+"""Begins a `checkpoint.load_from` that is a folder of Hugging Face."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +105,8 @@ class Checkpointer:
         Raises: ValueError if `checkpoint.load_from` is not a checkpoint; CheckpointMismatch if one does not fit or is
         damaged; RecipeError if the recipe or the data has changed in a way that a resume does not allow.
         """
+        if self.config.export_hf_at_end:
+            self._check_export()
         run_on_rank_zero(lambda: self._data, self.group)  # of the data as it is now, not as it may be at the first save
         steps = run_on_rank_zero(self.folders.complete_steps, self.group)
         if steps:
@@ -111,13 +117,19 @@ class Checkpointer:
             run_on_rank_zero(lambda: self._compare_with(folder, manifest), self.group)
             self._read(folder, lambda: self.manager.load(step=steps[-1]), way_out)
             return True
-        if self.config.load_from:
+        if self.config.load_from.startswith(HUGGING_FACE):
+            folder = self._hugging_face_folder()
+            skipped = load_hf(self.model_parts, folder, self.config.load_without)
+            self._keep_source(folder, skipped)
+        elif self.config.load_from:
             folder = Path(self.config.load_from).expanduser().absolute()
             self._require_checkpoint(folder)
             manifest = self._verified(folder, "correct checkpoint.load_from, or restore it from a copy")
             run_on_rank_zero(lambda: self._compare_model_with(folder, manifest), self.group)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
             self._read(folder, lambda: self._load_weights(folder), way_out)
+            if origin := source_of(folder):
+                self._keep_source(origin, left_out(origin))
         return bool(self.config.load_from)
 
     def save(self, step: int, is_last: bool = False, num_skipped: int = 0) -> None:
@@ -134,6 +146,33 @@ class Checkpointer:
         self.manager.save(step, last_step=is_last)
         if is_last or not self.config.is_async:
             self._remove_old()
+
+    def export_hf(self, step: int) -> Path:
+        """Write the weights as a Hugging Face checkpoint into `hf/step-N` of the run folder, unless it is there."""
+        folder, origin = self.run_folder / "hf" / f"step-{step}", self._source
+        if not run_on_rank_zero(folder.exists, self.group):
+            save_hf(self.model_parts, folder, dtype_of(origin), source=origin)
+        return folder
+
+    @property
+    def _source(self) -> Path | None:
+        """The folder with config.json and tokenizer of the checkpoint that the run has begun with, if any."""
+        folder = self.run_folder / SOURCE_FOLDER
+        return folder if run_on_rank_zero(folder.exists, self.group) else None
+
+    def _keep_source(self, source: Path, skipped: dict[str, list[str]]) -> None:
+        run_on_rank_zero(lambda: keep_source(source, self.run_folder / SOURCE_FOLDER, skipped) and None, self.group)
+
+    def _hugging_face_folder(self) -> Path:
+        return Path(self.config.load_from.removeprefix(HUGGING_FACE)).expanduser().absolute()
+
+    def _check_export(self) -> None:
+        is_of_hf = self.config.load_from.startswith(HUGGING_FACE)
+        try:
+            check_exportable(self.model_parts, self._source or (self._hugging_face_folder() if is_of_hf else None))
+        except (ValueError, TypeError) as error:
+            problem = f"checkpoint.export_hf_at_end = true cannot be done: {error}"
+            raise ValueError(f"{problem}; set it to false, or change the model") from error
 
     def record_bad_data(self, problem: str) -> None:
         """Let the run's checkpoints go on with other data, which is repaired. Without a step there is none."""

@@ -5,11 +5,13 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Callable, Container, Iterator
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures import Future as SaveFuture
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ RowsOf = Callable[[str], tuple[int, ...]]
 """Name in a state dict -> the rows of each matrix of a fused weight or of its moments; empty for others."""
 
 
-def _no_rows(name: str) -> tuple[int, ...]:
+def no_rows(name: str) -> tuple[int, ...]:
     return ()
 
 
@@ -67,13 +69,15 @@ def save(
     folder: Path,
     description: Manifest,
     group: dist.ProcessGroup | None = None,
-    rows_of: RowsOf = _no_rows,
+    rows_of: RowsOf = no_rows,
+    planner: "PlainSavePlanner | None" = None,
 ) -> SaveFuture[Any] | None:
     """Save a state dict. With a `group` for its messages, copy the state to host memory and save in the background.
 
-    Collective. `description` is needed on rank 0 and has no files yet.
+    Collective. `description` is needed on rank 0; its files are those that are there already. `planner` takes the place
+    of the one with `rows_of`.
     """
-    writer, planner = _Writer(folder, description), _PlainSavePlanner(rows_of)
+    writer, planner = _Writer(folder, description), planner or PlainSavePlanner(rows_of)
     if group is None:
         dcp.save(state, storage_writer=writer, planner=planner)
         return None
@@ -83,29 +87,46 @@ def save(
     return future
 
 
-def load(state: dict[str, Any], folder: Path, rows_of: RowsOf = _no_rows) -> None:
+def load(state: dict[str, Any], folder: Path, rows_of: RowsOf = no_rows) -> None:
     """Load a checkpoint into a state dict. Nothing that the files name is run. Collective."""
-    dcp.load(state, storage_reader=_Reader(folder), planner=_PlainLoadPlanner(rows_of))
+    dcp.load(state, storage_reader=PlainReader(folder), planner=PlainLoadPlanner(rows_of))
 
 
-class _ChunkedTensor:
-    """A DTensor whose local shard is several slices of the full tensor, as DCP asks for it."""
+def load_slices(slices: "Mapping[str, ChunkedTensor | torch.Tensor]", reader: FileSystemReader) -> None:
+    """Fill slices of tensors from a checkpoint, on this rank alone."""
+    with alone():
+        dcp.load({}, storage_reader=reader, planner=_SlicesPlanner(slices), no_dist=True)
 
-    def __init__(self, tensor: DTensor, chunks: list[Chunk]) -> None:
-        self.tensor, self.chunks = tensor, {torch.Size(chunk.offsets): chunk.values for chunk in chunks}
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Silence DCP's warning that there are no other ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.distributed is disabled")
+        yield
+
+
+class ChunkedTensor:
+    """A tensor of which this rank has some slices, as DCP asks for it."""
+
+    def __init__(self, size: Sequence[int], chunks: Iterable[Chunk]) -> None:
+        self.full_size, self.chunks = torch.Size(size), {torch.Size(chunk.offsets): chunk.values for chunk in chunks}
 
     def size(self) -> torch.Size:
-        return self.tensor.size()
+        return self.full_size
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.tensor.to_local())
         return [
             WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
+                index=MetadataIndex(fqn, offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets, values.size()),
+                    properties=TensorProperties.create_from_tensor(values),
+                    size=self.size(),
+                ),
             )
-            for chunk in self.__create_chunk_list__()
+            for offsets, values in self.chunks.items()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -120,7 +141,7 @@ def _in_chunks(state: dict[str, Any], rows_of: RowsOf) -> dict[str, Any]:
     chunks = {
         name: local_chunks(tensor, rows_of(name)) for name, tensor in state.items() if isinstance(tensor, DTensor)
     }
-    several = {name: _ChunkedTensor(state[name], parts) for name, parts in chunks.items() if len(parts) > 1}
+    several = {name: ChunkedTensor(state[name].size(), parts) for name, parts in chunks.items() if len(parts) > 1}
     return {**state, **several}
 
 
@@ -179,7 +200,7 @@ class _HashingFiles(FileSystem):
         path, new_path = Path(path), Path(new_path)
         read_metadata(path)  # a save that could not be loaded fails now
         self.hashes[new_path.name] = self.hashes.pop(path.name)
-        replace(self._description, files=self.hashes).write(path.parent)
+        replace(self._description, files=self._description.files | self.hashes).write(path.parent)
         super().rename(path, new_path)
 
 
@@ -222,20 +243,24 @@ class _NamingFiles(FileSystem):
                 raise ValueError(f"{Path(path).name}: {error}") from error
 
 
-class _Reader(FileSystemReader):
-    """DCP's reader of files, which would run what the metadata file names."""
+class PlainReader(FileSystemReader):
+    """DCP's reader of files, which would run what the metadata file names. It reads that file once for all loads."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs = _NamingFiles()
 
+    @cached_property
+    def metadata(self) -> Metadata:
+        """What the checkpoint holds."""
+        return read_metadata(Path(self.path) / METADATA_FILE)
+
     def read_metadata(self) -> Metadata:
-        metadata = read_metadata(Path(self.path) / METADATA_FILE)
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self.metadata.storage_meta.load_id = self.load_id
+        return self.metadata
 
 
-class _PlainSavePlanner(DefaultSavePlanner):
+class PlainSavePlanner(DefaultSavePlanner):
     """Refuse to save what could not be loaded: values that are not plain data. Save slices of the full tensors."""
 
     state_dict: dict[str, Any]
@@ -252,7 +277,7 @@ class _PlainSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         own = self.state_dict[index.fqn]
-        return own.__get_tensor_shard__(index) if isinstance(own, _ChunkedTensor) else super().lookup_object(index)
+        return own.__get_tensor_shard__(index) if isinstance(own, ChunkedTensor) else super().lookup_object(index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         saved = super().transform_object(write_item, object)
@@ -261,7 +286,7 @@ class _PlainSavePlanner(DefaultSavePlanner):
         return saved
 
 
-class _PlainLoadPlanner(DefaultLoadPlanner):
+class PlainLoadPlanner(DefaultLoadPlanner):
     """Load numbers, strings, tensors, and lists and dicts of them. DCP's planner would run what a value names."""
 
     state_dict: dict[str, Any]
@@ -288,13 +313,27 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         own = self.state_dict[index.fqn]
-        return own.__get_tensor_shard__(index) if isinstance(own, _ChunkedTensor) else super().lookup_tensor(index)
+        return own.__get_tensor_shard__(index) if isinstance(own, ChunkedTensor) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
         torch.save(_load_plain(value, read_item.storage_index.fqn), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)  # which unpickles what has just been pickled here
+
+
+class _SlicesPlanner(PlainLoadPlanner):
+    """Load slices of tensors."""
+
+    def __init__(self, slices: Mapping[str, ChunkedTensor | torch.Tensor]) -> None:
+        super().__init__(no_rows)
+        self.slices = slices
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = dict(self.slices)  # only now: DCP's planner makes None of objects that it does not know
 
 
 def _what_is_named(error: pickle.UnpicklingError) -> str:

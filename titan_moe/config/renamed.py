@@ -205,6 +205,7 @@ SPELLINGS = {
     "checkpoint.every_steps (steps of an epoch / saves_per_epoch)": "saves_per_epoch",
     "checkpoint.keep_latest": "save_total_limit keep_latest_k",
     "checkpoint.is_async": "async_save async_mode",
+    "checkpoint.export_hf_at_end": "last_save_in_hf",
     "checkpoint.load_from": "initial_load_path pretrained_checkpoint",
     "checkpoint.load_from (to resume keep run.folder)": "load load_path load_checkpoint_path",
     "metrics.every_steps": "log_interval logging_steps log_freq log_every_n_steps steps_per_print log_every",
@@ -277,9 +278,9 @@ ABSENT = {
     "activation activation_func gated_linear_unit normalization add_bias_linear disable_bias_linear mlp_bias",
     "RoPE rotates whole heads of gqa; mla has qk_rope_head_dim": "rotary_percent partial_rotary_factor",
     "models predict one token; model.class takes a model of your own": "mtp_num_layers num_nextn_predict_layers",
-    "weights of other formats are not read; recipes/models has shapes, checkpoint.load_from takes a checkpoint of a "
-    "run": "model_name_or_path pretrained_model_name_or_path base_model from_pretrained initial_load_in_hf "
-    "model_type flavor hf_model_path last_save_in_hf safe_serialization ckpt_format",
+    'weights of Hugging Face are read with checkpoint.load_from = "hf:FOLDER"; titan-moe recipe FOLDER writes the '
+    "[model] of such a folder": "model_name_or_path pretrained_model_name_or_path base_model from_pretrained "
+    "initial_load_in_hf model_type flavor hf_model_path safe_serialization ckpt_format",
     "all parameters are trained": "lora_r lora_alpha lora_dropout lora_target adapter peft finetuning_type "
     "load_in_8bit load_in_4bit freeze_vision_tower lora_rank qlora",
     "text is trained on as it is, without templates and masked prompts": "chat_template template train_on_inputs "

@@ -200,8 +200,16 @@ class CheckpointConfig:
     has `false` again, so the choice holds for one resume. A run that bad data has ended needs no switch after the
     repair."""
     load_from: str = ""
-    """Checkpoint folder (`.../step-100`) with the initial weights of a run whose folder has no checkpoint. The step
-    count starts at 0."""
+    """Checkpoint folder (`.../step-100`) with the initial weights of a run whose folder has no checkpoint, or `hf:` and
+    the folder of a Hugging Face checkpoint, such as `hf:models/Qwen3-30B-A3B`. Each rank reads its own slices. The step
+    count starts at 0. `titan-moe recipe FOLDER` writes the `[model]` of such a checkpoint."""
+    load_without: tuple[str, ...] = ()
+    """Parts of a Hugging Face checkpoint in `load_from` that are left out because they are not built here, such as
+    `["mtp"]`; without this they are refused by name. Exports list them."""
+    export_hf_at_end: bool = False
+    """Write the weights as a Hugging Face checkpoint into `hf/step-N` of the run folder when the run has done its last
+    step. Config, tokenizer and generation files are those of the checkpoint that the run began with, if it was one of
+    Hugging Face. The dtype is the one that its config.json names, else bf16."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,11 @@ class Trainer:
     @property
     def is_finished(self) -> bool:
         """Whether all steps of the recipe are done (or more, if the recipe was shortened since), or a trace is."""
-        return self.tracer.is_done or self.progress.step >= self.recipe.train.steps
+        return self.tracer.is_done or self._has_all_steps
+
+    @property
+    def _has_all_steps(self) -> bool:
+        return self.progress.step >= self.recipe.train.steps
 
     @property
     def has_diverged(self) -> bool:
@@ -169,6 +173,10 @@ class Trainer:
             self._read_skipped()
             if self.recipe.checkpoint.save_last_step or self.stop.has_unreadable_data or not self.is_finished:
                 self._save(is_last=True)
+            if self.recipe.checkpoint.export_hf_at_end and self._has_all_steps and not self.has_diverged:
+                with self.watchdog.during("an export"):
+                    folder = self.checkpointer.export_hf(self.progress.step)
+                logger.info("exported to %s", folder)
         self.meter.close()
         if self.stop.has_unreadable_data:
             self._end_with_unreadable_data()

@@ -1,0 +1,306 @@
+"""Weights go in from Hugging Face and out to it: the same numbers, every tensor once, under any layout."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from support.hf_twins import TWINS, assert_equal_in_transformers, on_disk, ours_for, twin
+from torch import Tensor, nn
+
+from titan_moe.checkpoint import hf_export
+from titan_moe.checkpoint.hf import load_hf, save_hf
+from titan_moe.checkpoint.hf_folder import HuggingFaceError
+from titan_moe.checkpoint.hf_names.families import FAMILIES, family_for
+from titan_moe.checkpoint.hf_weights import pieces_of, weights_of
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig, resolve
+from titan_moe.config.perf import CompileConfig, PerfConfig
+from titan_moe.config.precision import PrecisionConfig
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.models.transformer import Transformer
+from titan_moe.parallel.mesh import build_meshes
+from titan_moe.parameters import full_tensor, fused_rows
+from titan_moe.plan.resolved import Resolved
+from titan_moe.training.build import build_on_meta, build_parts
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints that transformers has saved, by name of a twin."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            twin(name).save_pretrained(made[name], max_shard_size="30KB")
+        return made[name]
+
+    return folder
+
+
+def in_their_names(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    weights = weights_of(model, None)._replace(tensors=tensors)
+    family = family_for(model.config)
+    boxes = weights.boxes(pieces_of(family, model.config, {name: tuple(t.shape) for name, t in tensors.items()}))
+    return {name: next(iter(box.chunks.values())) for name, box in boxes.items()}
+
+
+def assert_near(actual: Tensor, expected: Tensor, name: str, limit: float) -> None:
+    assert (actual - expected).abs().max() <= limit * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_model_of_theirs_comes_in_and_goes_out(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    theirs, ours = twin(name), ours_for(folders(name))
+    assert load_hf(ours, folders(name)) == {}
+    tokens, labels = torch.randint(61, (2, 2, 40)).unbind()
+    assert_near(ours(tokens), theirs(tokens).logits, "logits", 1e-4)
+    their_loss(theirs, tokens, labels).backward()
+    ours(tokens, labels).backward()
+    expected = on_disk(theirs, {key: p.grad for key, p in theirs.named_parameters()})
+    actual = in_their_names(ours, {key: p.grad for key, p in ours.named_parameters()})
+    assert actual.keys() == expected.keys()
+    for key, gradient in actual.items():
+        assert_near(gradient, expected[key], key, 1e-3)
+
+    save_hf(ours, tmp_path / "source", source=folders(name), max_file_bytes=30_000)
+    save_hf(ours, tmp_path / "recipe")
+    for folder in ("source", "recipe"):
+        assert_equal_in_transformers(tmp_path / folder, theirs)
+    assert len(list((tmp_path / "source").glob("model-*.safetensors"))) > 2
+    theirs.train()
+    both = trained(theirs, their_loss, tokens, labels), trained(ours, Transformer.__call__, tokens, labels)
+    assert all(abs(one - other) < 1e-5 * one for one, other in zip(*both, strict=True))
+
+
+def their_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def trained(model: nn.Module, loss_of: Callable[..., Tensor], *batch: Tensor) -> Iterator[float]:
+    """The losses of steps on one batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+EVEN = {"hidden_size": 72, "num_attention_heads": 12, "num_key_value_heads": 6, "vocab_size": 62}
+LAYOUTS = {
+    "qwen3_moe": [ParallelConfig(ep=2, dispatcher="alltoall"), ParallelConfig(tp=2), ParallelConfig(pp=2)],
+    "qwen3_moe-tied": [ParallelConfig(pp=2), ParallelConfig(tp=2)],
+    "qwen2_moe": [ParallelConfig(ep=2, etp=2, dispatcher="alltoall")],
+    "deepseek_v3": [
+        ParallelConfig(tp=2, ep=2, dispatcher="alltoall"),
+        ParallelConfig(pp=2, ep=2, dispatcher="alltoall"),
+    ],
+}
+
+
+def go_through(source: Path, layouts: list[ParallelConfig], expected: dict[str, Tensor], out: Path) -> None:
+    """On each rank: load under every layout, compare with the whole tensors, save."""
+    config = json.loads((source / "config.json").read_text())
+    model = FAMILIES[config["model_type"]].read(config)[0]
+    for i, parallel in enumerate(layouts):
+        recipe = Recipe(
+            model=model,
+            parallel=parallel,
+            precision=PrecisionConfig("fp32", "fp32", "fp32"),
+            perf=PerfConfig(kernels="reference"),
+            compile=CompileConfig("off"),
+        )
+        meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
+        resolved = Resolved(recipe, meshes.sizes.world)
+        parts = build_parts(build_on_meta(recipe), resolved, meshes, torch.device("cpu"), ExpertCapacity())
+        load_hf(parts, source)
+        for part in parts:
+            rows = fused_rows(part)
+            for name, tensor in part.state_dict().items():
+                assert torch.equal(full_tensor(tensor, rows.get(name, ())), expected[name]), name
+        save_hf(parts, out / str(i), max_file_bytes=20_000)
+    with pytest.raises(HuggingFaceError, match="config.json cannot be read"):  # on all ranks, or one would wait
+        load_hf(parts, source / "absent")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_reads_and_writes_the_same_weights(name: str, ranks, tmp_path: Path) -> None:
+    heads = EVEN if "deepseek" not in name else EVEN | {"num_key_value_heads": 12}
+    changes = heads | ({} if "deepseek" in name else {"num_experts": 6})
+    theirs = twin(name, **changes)
+    theirs.save_pretrained(tmp_path / "theirs")
+    whole = ours_for(tmp_path / "theirs")
+    load_hf(whole, tmp_path / "theirs")
+    ranks(4, go_through, tmp_path / "theirs", LAYOUTS[name], whole.state_dict(), tmp_path)
+    for i in range(len(LAYOUTS[name])):
+        assert_equal_in_transformers(tmp_path / str(i), theirs)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> None:
+    """Change the tensors of a file, and config.json."""
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    tensors = safetensors.load_file(file)
+    change(tensors)
+    safetensors.save_file(tensors, file, {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def one_file_unlisted(folder: Path) -> None:
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    halves = [dict(list(tensors.items())[i::2]) for i in range(2)]
+    for i, half in enumerate(halves):
+        safetensors.save_file(half, folder / f"model-{i}.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = dict.fromkeys(halves[0], "model-0.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def listed_and_absent(folder: Path) -> None:
+    one_file_unlisted(folder)
+    (folder / "model-0.safetensors").unlink()
+
+
+def index_leads_out(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "one expert too few": (lambda folder: edit(folder, lambda t: t.pop(EXPERT)), f"missing: {EXPERT}"),
+    "another shape": (
+        lambda folder: edit(folder, lambda t: t.update({EXPERT: t[EXPERT][1:].clone()})),
+        f"other shapes: {EXPERT} \\[13, 54\\] \\(the model has \\[14, 54\\]\\)",
+    ),
+    "an unknown tensor": (
+        lambda folder: edit(folder, lambda t: t.update({"model.layers.7.norm.weight": torch.ones(1)})),
+        "unknown: model.layers.7.norm.weight",
+    ),
+    "integers": (lambda folder: edit(folder, lambda t: t.update({EXPERT: t[EXPERT].int()})), f"dtypes.*{EXPERT} I32"),
+    "truncated": (truncate, "model.safetensors cannot be read: it is truncated"),
+    "unlisted": (one_file_unlisted, "model-1.safetensors is not in model.safetensors.index.json"),
+    "absent": (listed_and_absent, "model-0.safetensors cannot be read: No such file"),
+    "outside": (index_leads_out, "names ../b.safetensors"),
+    "another family": (lambda folder: edit(folder, len, model_type="mamba", architectures=[]), "model_type = 'mamba'"),
+    "another activation": (lambda folder: edit(folder, len, hidden_act="gelu"), "hidden_act = 'gelu'"),
+    "another rotary embedding": (
+        lambda folder: edit(folder, len, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+        "the rotary embedding 'llama3'",
+    ),
+    "a word for a number": (
+        lambda folder: edit(folder, len, num_hidden_layers="3"),
+        "config.json gives '3' for model.num_layers, which is of type int",
+    ),
+    "a number for a table": (lambda folder: edit(folder, len, rope_parameters=5), "is not as qwen3_moe writes it"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read: No such file"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    twin("qwen3_moe").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_refused_by_name(damage: str, whole_folder: Path, tmp_path: Path) -> None:
+    ours = ours_for(whole_folder)
+    change, words = DAMAGES[damage]
+    change(copytree(whole_folder, tmp_path / "damaged"))
+    with pytest.raises(HuggingFaceError, match=words):
+        load_hf(ours, tmp_path / "damaged")
+    assert all(tensor.isnan().all() for tensor in ours.state_dict().values())
+
+
+def test_layers_that_are_not_built_are_left_out_by_name_alone(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copytree(folders("deepseek_v3"), tmp_path / "source")
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(3)}
+    safetensors.save_file(extra, source / "model-mtp.safetensors")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(extra, "model-mtp.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    ours = ours_for(source)
+    with pytest.raises(HuggingFaceError, match="mtp is not built here: model.layers.3.eh_proj.weight; --skip mtp"):
+        load_hf(ours, source)
+    with pytest.raises(HuggingFaceError, match="vision cannot be skipped: deepseek_v3 has mtp"):
+        load_hf(ours, source, skip=["mtp", "vision"])
+    assert load_hf(ours, source, skip=["mtp"]) == {"mtp": list(extra)}
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, whole_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = ours_for(whole_folder)
+    load_hf(ours, whole_folder)
+    ours.layers["1"].feed_forward.router.expert_bias_E[0] = 1
+    with pytest.raises(HuggingFaceError, match="qwen3_moe has no place for layers.1.feed_forward.router.expert_bias_E"):
+        save_hf(ours, tmp_path / "out")
+    ours.layers["1"].feed_forward.router.expert_bias_E.zero_()
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_export, "write_manifest", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save_hf(ours, tmp_path / "out")
+    ours.config = replace(ours.config, embedding_multiplier=2.0)
+    with pytest.raises(HuggingFaceError, match="qwen3_moe has no words for model.embedding_multiplier = 2.0"):
+        save_hf(ours, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(HuggingFaceError, match="is not empty"):
+        save_hf(ours_for(whole_folder), whole_folder)
+
+
+def test_an_export_is_in_the_dtype_asked_for_and_lists_its_files(whole_folder: Path, tmp_path: Path) -> None:
+    source = copytree(whole_folder, tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    ours = ours_for(source)
+    load_hf(ours, source)
+    save_hf(ours, tmp_path / "out", torch.bfloat16, source=source)
+    tensors = safetensors.load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    expected = safetensors.load_file(source / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in tensors.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    manifest = json.loads((tmp_path / "out" / "titan_moe.json").read_text())
+    files = {file.name: sha256(file.read_bytes()).hexdigest() for file in (tmp_path / "out").iterdir()}
+    assert manifest["files"] == {name: hash_ for name, hash_ in files.items() if name != "titan_moe.json"}
+    assert "tokenizer.json" in files and "generation_config.json" in files
+
+
+def test_weights_in_fp8_are_multiplied_by_the_scales_of_their_blocks(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, size = tmp_path / "fp8", 16
+    twin("deepseek_v3").save_pretrained(source)
+    tensors, expected = safetensors.load_file(source / "model.safetensors"), {}
+    for name in [name for name in tensors if "proj" in name]:
+        rows, columns = tensors[name].shape
+        scales = torch.rand(-(-rows // size), -(-columns // size)) + 0.5
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+        whole = scales.repeat_interleave(size, 0)[:rows].repeat_interleave(size, 1)[:, :columns]
+        expected[name] = tensors[name].float() * whole
+    safetensors.save_file(tensors, source / "model.safetensors")
+    quantised = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    edit(source, len, quantization_config=quantised)
+    ours = ours_for(source)
+    load_hf(ours, source)
+    theirs = in_their_names(ours, ours.state_dict())
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in (tensors | expected).items() if name in theirs)
+    del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    safetensors.save_file(tensors, source / "model.safetensors")
+    with pytest.raises(HuggingFaceError, match="without scales: model.layers.0.mlp.up_proj.weight"):
+        load_hf(ours, source)

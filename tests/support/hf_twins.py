@@ -1,0 +1,75 @@
+"""Tiny models of transformers with odd sizes, and ours for their checkpoints."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_moe.checkpoint.hf_names.families import FAMILIES
+from titan_moe.config.kernels import Kernels
+from titan_moe.models.transformer import Transformer
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="experts are one tensor from 5.0 on")
+core = pytest.importorskip("transformers.core_model_loading")
+
+BASE = {"vocab_size": 61, "hidden_size": 54, "intermediate_size": 38, "num_attention_heads": 9, "num_hidden_layers": 3}
+BASE |= {"num_experts_per_tok": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-3}
+GQA = BASE | {"num_key_value_heads": 3, "num_experts": 5, "moe_intermediate_size": 14}
+MLA = BASE | {"num_key_value_heads": 9, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+MLA |= {"v_head_dim": 5, "n_routed_experts": 6, "n_shared_experts": 3, "moe_intermediate_size": 14}
+MLA |= {"first_k_dense_replace": 1}
+GROUPED = {"num_key_value_heads": 3, "n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 14}
+GROUPED |= {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+QWEN2 = {"shared_expert_intermediate_size": 22, "mlp_only_layers": [0, 1]}
+TWINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", GQA | {"head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3_moe-tied": ("Qwen3Moe", GQA | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2_moe": ("Qwen2Moe", GQA | QWEN2),
+    "mixtral": ("Mixtral", BASE | {"num_key_value_heads": 3, "num_local_experts": 5, "sliding_window": 11}),
+    "deepseek_v2": ("DeepseekV2", MLA | {"q_lora_rank": None}),
+    "glm4_moe_lite": ("Glm4MoeLite", MLA | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "dense", "sparse"]}),
+    "dots1": ("Dots1", BASE | GROUPED | {"first_k_dense_replace": 1}),
+    "solar_open": ("SolarOpen", BASE | GROUPED | {"n_group": 1, "topk_group": 1, "head_dim": 8}),
+    "deepseek_v3": ("DeepseekV3", MLA | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
+}
+
+
+def twin(name: str, **changes: Any) -> nn.Module:
+    """A tiny model of theirs, every weight random."""
+    prefix, settings = TWINS[name]
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = getattr(transformers, f"{prefix}Config")(**settings | changes | options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            tensor.normal_(mean=1.0 if "norm" in key else 0.0, std=0.2)
+    return model
+
+
+def ours_for(folder: Path) -> Transformer:
+    config = json.loads((folder / "config.json").read_text())
+    model = Transformer(FAMILIES[config["model_type"]].read(config)[0], kernels=Kernels(experts="reference"))
+    for tensor in model.state_dict().values():
+        tensor.fill_(torch.nan)
+    return model
+
+
+def on_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names that transformers saves them under."""
+    return core.revert_weight_conversion(model, dict(tensors))
+
+
+def assert_equal_in_transformers(folder: Path, theirs: nn.Module) -> None:
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+    tokens = torch.arange(40)[None]
+    assert torch.equal(again(tokens).logits, theirs.eval()(tokens).logits)

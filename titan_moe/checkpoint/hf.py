@@ -1,0 +1,265 @@
+"""Read the weights of a model from a Hugging Face checkpoint, and write one, under any layout.
+
+A tensor on disk is a box of one of ours, and a rank has boxes of ours, so what both share is a strided view of the
+rank's memory. DCP's storage for safetensors reads into these views, or writes them: a rank reads its own slices, and no
+rank holds the model. Nothing is unpickled.
+
+Several ranks write their slices into files of their own, and then each file of the result is put together by one rank.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import WriteItem
+
+from titan_moe.checkpoint import hf_export
+from titan_moe.checkpoint.hf_folder import HuggingFaceError, account, read_folder
+from titan_moe.checkpoint.hf_names.families import family_of
+from titan_moe.checkpoint.hf_names.family import same_model
+from titan_moe.checkpoint.hf_names.names import Piece
+from titan_moe.checkpoint.hf_reader import reader_of
+from titan_moe.checkpoint.hf_weights import Model, not_zero, pieces_of, weights_of
+from titan_moe.checkpoint.rank_zero import run_on_rank_zero
+from titan_moe.checkpoint.storage import ChunkedTensor, PlainSavePlanner, load_slices, no_rows
+
+SLICES = "slices"
+"""Folder in an unfinished export, with what each rank has."""
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dict[str, list[str]]:
+    """Load the weights of a model, or of this rank's stages of one, from a Hugging Face checkpoint. Collective.
+
+    Every tensor on disk and every tensor of the model is used exactly once. `skip` names parts that are left out, such
+    as "mtp". Weights may be of any layout and dtype; blocks in fp8 are multiplied by their scales.
+
+    Returns: the names of what was left out, by part.
+    Raises: HuggingFaceError that names all that does not fit, before anything is loaded.
+    """
+    path = Path(folder).expanduser()
+    with _messages() as group:
+        weights = weights_of(model, group)
+        source = on_first_rank(partial(read_folder, path), group)
+        try:
+            family = family_of(source.config)
+            differences = same_model(weights.config, family.read(source.config)[0])
+            own = pieces_of(family, weights.config, weights.shapes)
+        except ValueError as error:
+            raise HuggingFaceError(path, [str(error)]) from error
+        skipped = account(source, family, weights.config, own, skip)
+        if differences:
+            logger.warning("the model differs from %s: %s", path, "; ".join(differences))
+        with torch.no_grad():
+            for tensor in weights.not_on_disk(family).values():
+                tensor.zero_()
+            agree(partial(load_slices, weights.boxes(own), reader_of(source)), path, group)
+    return skipped
+
+
+def save_hf(
+    model: Model,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    source: str | Path | None = None,
+    max_file_bytes: int = hf_export.MAX_FILE_BYTES,
+) -> None:
+    """Write a model, or all stages of one, as a Hugging Face checkpoint that transformers loads. Collective.
+
+    `dtype` is that of the weights on disk; by default they keep theirs, as buffers always do. `source` is a checkpoint
+    or the folder of an import: its config.json, tokenizer and generation files go along.
+
+    Raises: HuggingFaceError if no family of Hugging Face computes what the model does, or for a folder that
+    is not empty. Nothing is left behind.
+    """
+    path, origin = Path(folder).expanduser(), Path(source).expanduser() if source else None
+    with _messages() as group, torch.no_grad():
+        on_first_rank(partial(hf_export.refuse_existing, path), group)
+        weights = weights_of(model, group)
+        try:
+            family, config = hf_export.described(weights.config, origin)
+            own = pieces_of(family, weights.config, weights.shapes)
+        except ValueError as error:
+            raise HuggingFaceError(path, [str(error)]) from error
+        lost = agree(lambda: not_zero(weights.not_on_disk(family)), path, group)
+        if any(lost):
+            named = sorted({name for names in lost for name in names})
+            raise HuggingFaceError(path, [f"{family.model_type} has no place for {', '.join(named)}, which are not 0"])
+        cast = {name: dtype for name in weights.parameters if dtype is not None}
+        dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()} | cast
+        dtypes = {name: each for of_rank in agree(lambda: dtypes, path, group) for name, each in of_rank.items()}
+        files = hf_export.files_of(own, dtypes, max_file_bytes)
+        skipped = hf_export.left_out(origin)
+        config = hf_export.with_dtype(config, dtypes["norm.weight"], family, skipped)
+        boxes = weights.boxes(own)
+        with _unfinished(path, group) as unfinished:
+            if group is None:
+                read: hf_export.Read = partial(_copy, boxes)
+            else:
+                _write_slices(unfinished / SLICES, boxes, files, dtypes, group)
+                read = partial(_read_slices, unfinished / SLICES)
+            write_files(unfinished, files, dtypes, read, path, group)
+            describe = partial(hf_export.write_description, unfinished, files, dtypes, config, origin)
+            finish(unfinished, files, describe, skipped, group)
+
+
+def check_exportable(model: Model, source: Path | None) -> None:
+    """Find out before a run what `save_hf` would refuse after it. Collective.
+
+    Raises: ValueError if no family of Hugging Face computes what the model does.
+    """
+    with _messages() as group:
+        weights = weights_of(model, group)
+        pieces_of(hf_export.described(weights.config, source)[0], weights.config, weights.shapes)
+
+
+def write_files(
+    unfinished: Path,
+    files: Mapping[str, list[Piece]],
+    dtypes: Mapping[str, torch.dtype],
+    read: hf_export.Read,
+    path: Path,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write the files of weights, divided over the ranks."""
+    mine = dict(list(files.items())[_rank(group) :: _num_ranks(group)])
+    agree(partial(hf_export.write_weights, unfinished, mine, dtypes, read), path, group)
+
+
+def finish(
+    unfinished: Path,
+    files: Mapping[str, list[Piece]],
+    describe: Callable[[], object],
+    skipped: Mapping[str, list[str]],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write what is not weights, and the hashes of all files, which are read by all ranks."""
+
+    def first() -> None:
+        shutil.rmtree(unfinished / SLICES, ignore_errors=True)
+        describe()
+
+    on_first_rank(first, group)
+    names = [*files, *sorted(file.name for file in unfinished.iterdir() if file.name not in files)]
+    mine = names[_rank(group) :: _num_ranks(group)]
+    hashes = agree(partial(hf_export.hashes_of, unfinished, mine), unfinished, group)
+    of_all = {name: each for of_rank in hashes for name, each in of_rank.items()}
+    on_first_rank(partial(hf_export.write_manifest, unfinished, of_all, skipped), group)
+
+
+def _copy(boxes: Mapping[str, ChunkedTensor], tensors: dict[str, Tensor]) -> None:
+    """Fill tensors from this rank's, which has all of each."""
+    for name, tensor in tensors.items():
+        for offsets, values in boxes[name].chunks.items():
+            place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, values.shape, strict=True))
+            tensor[place] = values
+
+
+def _write_slices(
+    folder: Path,
+    boxes: Mapping[str, ChunkedTensor],
+    files: Mapping[str, list[Piece]],
+    dtypes: Mapping[str, torch.dtype],
+    group: dist.ProcessGroup,
+) -> None:
+    """Write what each rank has. It has a file for each of the result, and so much is in host memory at a time."""
+    numbers = {piece.name: number for number, of_file in enumerate(files.values(), 1) for piece in of_file}
+    by_name = {piece.name: dtypes[piece.ours] for of_file in files.values() for piece in of_file}
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
+    dcp.save(dict(boxes), storage_writer=writer, planner=_CastingPlanner(by_name), process_group=group)
+
+
+def _read_slices(folder: Path, tensors: dict[str, Tensor]) -> None:
+    load_slices(tensors, HuggingFaceStorageReader(str(folder)))
+
+
+class _CastingPlanner(PlainSavePlanner):
+    """Save slices in other dtypes than they have."""
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        super().__init__(no_rows)
+        self.dtypes = dtypes
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Cast, and lay out in rows."""
+        return object.to(self.dtypes[write_item.index.fqn]).contiguous()
+
+
+@contextmanager
+def _messages() -> Iterator[dist.ProcessGroup | None]:
+    """A group of all ranks for objects in host memory; None for one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield None
+        return
+    group = dist.new_group(backend="gloo")
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def _unfinished(path: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
+    """`renamed_at_the_end` of the first rank, for all ranks."""
+    entered: list[Any] = []
+
+    def enter() -> None:
+        entered.append(hf_export.renamed_at_the_end(path))
+        entered[0].__enter__()
+
+    on_first_rank(enter, group)
+    try:
+        yield hf_export.temporary(path)
+    except BaseException as error:
+        if entered:
+            entered[0].__exit__(type(error), error, error.__traceback__)
+        raise
+    on_first_rank(lambda: entered[0].__exit__(None, None, None), group)
+
+
+def on_first_rank(function: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+    """Call a function on the first rank alone, whose result or error all ranks get."""
+    return function() if group is None else run_on_rank_zero(function, group)
+
+
+def agree(function: Callable[[], Result], path: Path, group: dist.ProcessGroup | None) -> list[Result]:
+    """Call a function on every rank, and return the results of all. Collective.
+
+    Raises: the error of this rank; else, if another rank has one, HuggingFaceError with it.
+    """
+    if group is None:
+        return [function()]
+    result: Any = None
+    failed: BaseException | None = None
+    try:
+        result = function()
+    except Exception as error:  # the other ranks wait for this one
+        failed = error
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (result, failed and f"{type(failed).__name__}: {failed}"), group=group)
+    if failed is not None:
+        raise failed
+    if others := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]:
+        raise HuggingFaceError(path, others)
+    return [answer for answer, _ in answers]
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _num_ranks(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)

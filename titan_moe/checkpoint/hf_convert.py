@@ -1,0 +1,210 @@
+"""Convert checkpoints from Hugging Face's form into this package's and back, tensor by tensor, without a model."""
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from titan_moe.checkpoint import hf_export, storage
+from titan_moe.checkpoint.folders import METADATA_FILE
+from titan_moe.checkpoint.hf import agree, finish
+from titan_moe.checkpoint.hf_folder import FP8, HuggingFaceError, HuggingFaceFolder, account, read_folder
+from titan_moe.checkpoint.hf_names.families import family_of
+from titan_moe.checkpoint.hf_names.family import flat, of_flat
+from titan_moe.checkpoint.hf_names.names import Piece, Shape, split_name
+from titan_moe.checkpoint.hf_reader import reader_of
+from titan_moe.checkpoint.hf_weights import box_of, not_zero, pieces_of
+from titan_moe.checkpoint.manifest import Manifest, find_damage, read_manifest
+from titan_moe.checkpoint.storage import ChunkedTensor, PlainReader, PlainSavePlanner, load_slices
+from titan_moe.config import Recipe
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.renamed import values_before
+from titan_moe.config.resume import flatten
+from titan_moe.parameters import Chunk
+
+MAX_CHUNK_BYTES = 1 << 29
+"""Of a tensor that is in host memory at a time."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, FP8: torch.bfloat16}
+"""Of a tensor on disk -> of the same in a checkpoint of ours."""
+
+
+def import_hf(
+    recipe: Recipe, shapes: Mapping[str, Shape], hf_folder: Path, checkpoint: Path, skip: Collection[str] = ()
+) -> dict[str, list[str]]:
+    """Write the weights of a Hugging Face checkpoint as a checkpoint that `checkpoint.load_from` takes.
+
+    `shapes` are those of the tensors of the recipe's model. Tokenizer and generation files go along.
+
+    Returns: the names of what was left out, by part.
+    Raises: HuggingFaceError that names all that does not fit. Then nothing is left behind.
+    """
+    source = read_folder(hf_folder)
+    try:
+        family = family_of(source.config)
+        own = pieces_of(family, recipe.model, shapes)
+    except ValueError as error:
+        raise HuggingFaceError(hf_folder, [str(error)]) from error
+    skipped = account(source, family, recipe.model, own, skip)
+    planner = _ReadingPlanner(source, own)
+    hf_export.refuse_existing(checkpoint)
+    with hf_export.renamed_at_the_end(checkpoint) as unfinished:
+        state = {name: _planned(shape, planner.dtypes[name]) for name, shape in shapes.items()}
+        files = hf_export.keep_source(hf_folder, unfinished, skipped)
+        with storage.alone():
+            storage.save(state, unfinished, Manifest(flatten(recipe), "", files), planner=planner)
+    return skipped
+
+
+def _planned(shape: Shape, dtype: torch.dtype) -> ChunkedTensor:
+    """A tensor in slices of its first dimension, of which none needs much memory."""
+    row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+    rows = max(1, min(shape[0], MAX_CHUNK_BYTES // row_bytes))
+    starts = range(0, shape[0], rows)
+    chunks = (
+        Chunk(
+            torch.empty((min(rows, shape[0] - start), *shape[1:]), dtype=dtype, device="meta"),
+            (start, *(0 for _ in shape[1:])),
+        )
+        for start in starts
+    )
+    return ChunkedTensor(shape, chunks)
+
+
+class _ReadingPlanner(PlainSavePlanner):
+    """Reads a slice when it is to be written."""
+
+    def __init__(self, source: HuggingFaceFolder, own: Collection[Piece]) -> None:
+        super().__init__(storage.no_rows)
+        self.reader = reader_of(source)
+        self.pieces: dict[str, list[Piece]] = {}
+        for piece in own:
+            self.pieces.setdefault(piece.ours, []).append(piece)
+        if "embed.weight" in self.pieces:
+            self.pieces.setdefault("head.weight", self.pieces["embed.weight"])  # tied
+        self.dtypes = _Dtypes(source, self.pieces)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The slice, zero where it is not on disk."""
+        planned = super().lookup_object(index)
+        fill = torch.empty_like if index.fqn in self.pieces else torch.zeros_like
+        values = fill(planned, device="cpu")
+        chunk = Chunk(values, tuple(index.offset or ()))
+        boxes = {piece.name: list(box_of(chunk, piece)) for piece in self.pieces.get(index.fqn, ())}
+        shapes = {piece.name: piece.shape for piece in self.pieces.get(index.fqn, ())}
+        slices = {name: ChunkedTensor(shapes[name], shared) for name, shared in boxes.items() if shared}
+        load_slices(slices, self.reader)
+        return values
+
+
+class _Dtypes(dict[str, torch.dtype]):
+    """By name of ours: the widest dtype on disk, fp32 for what is not on disk."""
+
+    def __init__(self, source: HuggingFaceFolder, own: Mapping[str, Collection[Piece]]) -> None:
+        for ours, cut in own.items():
+            dtypes = {DTYPES[source.entries[piece.name].dtype] for piece in cut}
+            self[ours] = max(dtypes, key=lambda dtype: dtype.itemsize)
+
+    def __missing__(self, name: str) -> torch.dtype:
+        return torch.float32
+
+
+def model_of(checkpoint: Path) -> ModelConfig:
+    """The `[model]` of a checkpoint, as its manifest has it.
+
+    Raises: HuggingFaceError for a folder that is no complete checkpoint, or has no manifest.
+    """
+    try:
+        manifest = read_manifest(checkpoint) if (checkpoint / METADATA_FILE).is_file() else None
+    except (OSError, ValueError) as error:
+        raise HuggingFaceError(checkpoint, [str(error)]) from error
+    if manifest is None:
+        raise HuggingFaceError(checkpoint, ["it is no complete checkpoint with a manifest; name a folder `step-N`"])
+    fields = manifest.recipe | values_before(manifest.recipe)
+    known = {key: f"model.{'class' if key == 'class_' else key}" for key in flat(ModelConfig())}
+    return of_flat({key: fields[dotted] for key, dotted in known.items() if dotted in fields})
+
+
+def export_hf(
+    model: ModelConfig, shapes: Mapping[str, Shape], checkpoint: Path, folder: Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face checkpoint that transformers loads.
+
+    `shapes` are those of the tensors of the model. `dtype` is that of the weights on disk; None keeps theirs.
+
+    Raises: HuggingFaceError if the checkpoint is damaged or not of this model, or no family computes what it does. Then
+    nothing is left behind.
+    """
+    hf_export.refuse_existing(folder)
+    origin = hf_export.source_of(checkpoint)
+    reader = PlainReader(checkpoint)
+    saved = reader.metadata.state_dict_metadata
+    problems = list(_differences(saved, shapes))
+    if (manifest := read_manifest(checkpoint)) is not None:
+        problems += find_damage(checkpoint, manifest.files.items())
+    try:
+        family, config = hf_export.described(model, origin)
+        own = pieces_of(family, model, shapes)
+    except ValueError as error:
+        raise HuggingFaceError(checkpoint, [*problems, str(error)]) from error
+    if problems:
+        raise HuggingFaceError(checkpoint, problems)
+    named = {piece.ours for piece in own}
+    lacking = {name: torch.empty(shape) for name, shape in shapes.items() if name not in named and _is_lost(name)}
+    load_slices(lacking, reader)
+    if lost := not_zero(lacking):
+        raise HuggingFaceError(checkpoint, [f"{family.model_type} has no place for {', '.join(lost)}, which are not 0"])
+    dtypes = {name: saved[name].properties.dtype for name in shapes}
+    if dtype is not None:
+        dtypes |= dict.fromkeys((name for name in dtypes if not _is_lost(name)), dtype)
+    files = hf_export.files_of(own, dtypes, hf_export.MAX_FILE_BYTES)
+    skipped = hf_export.left_out(origin)
+    config = hf_export.with_dtype(config, dtypes["norm.weight"], family, skipped)
+    by_name = {piece.name: piece for piece in own}
+    with hf_export.renamed_at_the_end(folder) as unfinished:
+        read = partial(_read_checkpoint, reader, by_name, shapes)
+        agree(partial(hf_export.write_weights, unfinished, files, dtypes, read), folder, None)
+        describe = partial(hf_export.write_description, unfinished, files, dtypes, config, origin)
+        finish(unfinished, files, describe, skipped, None)
+
+
+def _is_lost(name: str) -> bool:
+    """Whether it is no weight, but what balances the load."""
+    return split_name(name)[1].endswith("router.expert_bias_E")
+
+
+def _differences(saved: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Iterator[str]:
+    if missing := [name for name in shapes if name not in saved]:
+        yield f"missing: {', '.join(missing)}"
+    for name, shape in shapes.items():
+        if name in saved and tuple(saved[name].size) != shape:
+            yield f"{name} {list(saved[name].size)} (the model has {list(shape)})"
+
+
+def _read_checkpoint(
+    reader: PlainReader, pieces: Mapping[str, Piece], shapes: Mapping[str, Shape], tensors: dict[str, Tensor]
+) -> None:
+    """Fill tensors on disk from ours, of which each is read once: DCP reads a saved slice anew for every part of it."""
+    by_ours: dict[str, list[Piece]] = {}
+    for name in tensors:
+        by_ours.setdefault(pieces[name].ours, []).append(pieces[name])
+    for ours, cut in by_ours.items():
+        shape = shapes[ours]
+        begin, end = min(_rows(piece)[0] for piece in cut), max(_rows(piece)[1] for piece in cut)
+        values = torch.empty(
+            (end - begin, *shape[1:]), dtype=reader.metadata.state_dict_metadata[ours].properties.dtype
+        )
+        chunk = Chunk(values, (begin, *(0 for _ in shape[1:])))
+        load_slices({ours: ChunkedTensor(shape, [chunk])}, reader)
+        for piece in cut:
+            for box in box_of(chunk, piece):
+                tensors[piece.name].copy_(box.values)
+
+
+def _rows(piece: Piece) -> tuple[int, int]:
+    """The first dimension of ours that a tensor on disk has, from where to where."""
+    first = piece.box[0]
+    return (first, first + 1) if isinstance(first, int) else (first.start, first.stop)

@@ -1,0 +1,215 @@
+"""A Hugging Face checkpoint on disk: config.json, the index, and what each safetensors file says that it holds.
+
+Only headers are read here. They are JSON, and nothing of a checkpoint is executed.
+"""
+
+import json
+import struct
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_moe.checkpoint.hf_names.family import Family
+from titan_moe.checkpoint.hf_names.names import Piece
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.regular_file import open_regular
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Dtypes of weights -> bytes of a value."""
+FP8 = "F8_E4M3"
+SCALE = "_scale_inv"
+"""Ends the name of the scales of a weight in fp8, one for each block."""
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as the format limits it."""
+MAX_NAMED = 5
+
+
+class HuggingFaceError(ValueError):
+    """A Hugging Face checkpoint that is damaged, or does not fit. `problems` has one message per problem."""
+
+    def __init__(self, folder: Path, problems: Iterable[str]) -> None:
+        self.folder, self.problems = folder, list(problems)
+        super().__init__(f"{folder}: {'; '.join(self.problems)}")
+
+    def __reduce__(self) -> tuple[type["HuggingFaceError"], tuple[Path, list[str]]]:
+        return type(self), (self.folder, self.problems)
+
+
+class Entry(NamedTuple):
+    """A tensor on disk."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class HuggingFaceFolder(NamedTuple):
+    """What a checkpoint says that it holds."""
+
+    path: Path
+    config: dict[str, Any]
+    entries: dict[str, Entry]
+
+    @property
+    def files(self) -> list[str]:
+        """The safetensors files."""
+        return sorted({entry.file for entry in self.entries.values()})
+
+    @property
+    def block_size(self) -> int:
+        """Rows and columns of the blocks that share a scale, of weights in fp8."""
+        quantised = self.config.get("quantization_config")
+        sizes = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
+        return sizes[0] if isinstance(sizes, list) and sizes and type(sizes[0]) is int and sizes[0] > 0 else 128
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read config.json of a checkpoint.
+
+    Raises: HuggingFaceError if it is missing or no JSON object.
+    """
+    try:
+        with open_regular(path / CONFIG_FILE) as file:
+            config = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise HuggingFaceError(path, [f"{CONFIG_FILE} cannot be read: {_reason(error)}"]) from error
+    if not isinstance(config, dict):
+        raise HuggingFaceError(path, [f"{CONFIG_FILE} is no JSON object"])
+    return config
+
+
+def read_folder(path: Path) -> HuggingFaceFolder:
+    """Read config.json, the index and the headers of all files.
+
+    Raises: HuggingFaceError that names every file that is missing, truncated, or not what the index says.
+    """
+    config, problems = read_config(path), []
+    index = _read_index(path)
+    entries: dict[str, Entry] = {}
+    for file in sorted(set(index.values())) if index else [SINGLE_FILE]:
+        try:
+            header = _read_header(path / file)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problems.append(f"{file} cannot be read: {_reason(error)}")
+            continue
+        listed = {name for name, owner in index.items() if owner == file}
+        if index and (missing := listed - header.keys()):
+            problems.append(f"{file} lacks {named(missing)}, which {INDEX_FILE} lists")
+        if index and (unlisted := header.keys() - listed):
+            problems.append(f"{file} has {named(unlisted)}, which {INDEX_FILE} does not list for it")
+        entries |= {name: Entry(file, dtype, shape) for name, (dtype, shape) in header.items()}
+    known = set(index.values()) or {SINGLE_FILE}
+    for file in sorted(file.name for file in path.glob("model*.safetensors") if file.name not in known):
+        problems.append(f"{file} is not in {INDEX_FILE}; restore the index, or remove the file")
+    if problems:
+        raise HuggingFaceError(path, problems)
+    return HuggingFaceFolder(path, config, entries)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor; empty for a checkpoint of one file without an index."""
+    if not (path / INDEX_FILE).exists():
+        return {}
+    try:
+        with open_regular(path / INDEX_FILE) as file:
+            index = json.load(file)["weight_map"]
+        outside = [name for name in index.values() if Path(name).name != name or not name.endswith(".safetensors")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HuggingFaceError(path, [f"{INDEX_FILE} cannot be read: {_reason(error)}"]) from error
+    if outside or not index:
+        found = f"names {outside[0]}, which is no safetensors file in the folder" if outside else "lists no tensor"
+        raise HuggingFaceError(path, [f"{INDEX_FILE} {found}"])
+    return dict(index)
+
+
+def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor of a safetensors file. Its length must be what the header says."""
+    with open_regular(path) as file:
+        begin = file.read(8)
+        length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else 0
+        if not 2 <= length <= MAX_HEADER_BYTES:
+            raise ValueError("it is truncated, or no safetensors file")
+        text = file.read(length)
+        if len(text) < length:
+            raise ValueError("it is truncated in its header")
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if (size := file.seek(0, 2)) != end:
+            raise ValueError(f"it is truncated or changed: it has {size:,} bytes instead of {end:,}")
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def account(
+    folder: HuggingFaceFolder, family: Family, model: ModelConfig, pieces: Collection[Piece], skip: Collection[str]
+) -> dict[str, list[str]]:
+    """Compare the tensors on disk with those of a model: every one is used exactly once.
+
+    Returns: by part that is left out, the names of its tensors.
+    Raises: HuggingFaceError that names all that are missing, unknown, or of another shape or dtype.
+    """
+    problems: list[str] = []
+    prefixes = {part: prefix(model) for part, prefix in family.not_built.items()}
+    if model.embeddings_are_tied:
+        prefixes["lm_head"] = "lm_head."  # a copy of the embeddings
+    if unknown_parts := set(skip) - prefixes.keys():
+        known = f"has {', '.join(prefixes)}" if prefixes else "has none"
+        problems.append(f"{named(unknown_parts)} cannot be skipped: {family.model_type} {known} that is not built here")
+    expected = {piece.name: piece for piece in pieces}
+    if len(expected) < len(pieces):
+        problems.append("two tensors of the model have one name on disk")
+    unknown = set(folder.entries) - expected.keys()
+    skipped = {part: sorted(name for name in unknown if name.startswith(prefix)) for part, prefix in prefixes.items()}
+    for part, names in skipped.items():
+        unknown -= set(names)
+        if names and part not in skip:
+            problems.append(f"{part} is not built here: {named(names)}; --skip {part} leaves it out")
+    scales = {name for name in unknown if name.endswith(SCALE) and name.removesuffix(SCALE) in expected}
+    if unknown - scales:
+        problems.append(f"unknown: {named(unknown - scales)}")
+    if missing := expected.keys() - folder.entries.keys():
+        problems.append(f"missing: {named(missing)}")
+    here = [(piece, folder.entries[name]) for name, piece in expected.items() if name in folder.entries]
+    if shapes := [
+        f"{piece.name} {list(entry.shape)} (the model has {list(piece.shape)})"
+        for piece, entry in here
+        if entry.shape != piece.shape
+    ]:
+        problems.append(f"other shapes: {named(shapes)}")
+    problems += _quantised(folder, here, scales)
+    if problems:
+        raise HuggingFaceError(folder.path, problems)
+    return {part: names for part, names in skipped.items() if names}
+
+
+def _quantised(
+    folder: HuggingFaceFolder, here: Iterable[tuple[Piece, Entry]], scales: Collection[str]
+) -> Iterator[str]:
+    """What is wrong with the dtypes, and with the scales of weights in fp8."""
+    dtypes, size = {piece.name: entry.dtype for piece, entry in here}, folder.block_size
+    if others := [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS and dtype != FP8]:
+        yield f"dtypes that are not read here: {named(others)}"
+    weights = {name for name, dtype in dtypes.items() if dtype == FP8}
+    if without := {name for name in weights if f"{name}{SCALE}" not in scales}:
+        yield f"without scales: {named(without)}"
+    if needless := {name for name in scales if name.removesuffix(SCALE) not in weights}:
+        yield f"scales of weights that are not in {FP8}: {named(needless)}"
+    if wrong := [
+        f"{name} {list(folder.entries[name].shape)}"
+        for name in scales
+        if folder.entries[name].shape != tuple(-(-n // size) for n in folder.entries[name.removesuffix(SCALE)].shape)
+    ]:
+        yield f"scales that are not one for each {size} x {size}: {named(wrong)}"
+
+
+def named(names: Collection[str]) -> str:
+    """The first few in alphabetical order, and how many there are besides."""
+    rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(sorted(names)[:MAX_NAMED]) + rest
+
+
+def _reason(error: BaseException) -> str:
+    return (error.strerror or "") if isinstance(error, OSError) else str(error) or type(error).__name__

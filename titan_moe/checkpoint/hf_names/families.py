@@ -1,0 +1,266 @@
+"""The families: Qwen2-MoE, Qwen3-MoE, Mixtral, DeepSeek-V2 and V3, GLM-4.7-Flash, dots.llm1, Solar-Open."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from titan_moe.checkpoint.hf_names import names
+from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
+from titan_moe.checkpoint.hf_names.parts import (
+    FIRST_K_DENSE,
+    GROUPS,
+    LAYER_TYPES_DENSE,
+    LEADING_DENSE,
+    QUERY_LATENT,
+    ROPE,
+    ROPE_DEFAULTS,
+    SHARED,
+    WINDOW,
+)
+from titan_moe.config.model import ModelConfig
+
+COMMON = {
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "embeddings_are_tied",
+    "num_attention_heads": "attention.num_heads",
+    "num_experts_per_tok": "moe.top_k",
+}
+GQA = COMMON | {"num_key_value_heads": "attention.num_kv_heads"}
+QWEN = GQA | {
+    "num_experts": "moe.num_experts",
+    "moe_intermediate_size": "moe.ffn_hidden_size",
+    "norm_topk_prob": "moe.normalize_topk",
+}
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+DEFAULTS = ROPE_DEFAULTS | {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+OF_QWEN = {"decoder_sparse_step": 1}
+QWEN_DEFAULTS = DEFAULTS | {"mlp_only_layers": None, "norm_topk_prob": False}
+QWEN_DEFAULTS |= {"use_sliding_window": False, "sliding_window": 4096}
+
+
+def _read_head_dim(settings: Settings) -> Values:
+    derived = settings["hidden_size"] // settings["num_attention_heads"]
+    return {"attention.head_dim": settings["head_dim"] or derived}
+
+
+HEAD_DIM = Part(_read_head_dim, lambda model: {"head_dim": model.attention.head_dim})
+"""Optional: by default heads have the model's width together."""
+
+
+def _read_windows(settings: Settings) -> Values:
+    """A window on all layers, or on all but every n-th."""
+    window = settings["sliding_window"] if settings["use_sliding_window"] else None
+    if not window:
+        return {"attention.sliding_window": 0}
+    num_layers, last = settings["num_hidden_layers"], settings["max_window_layers"]
+    odd = ["full_attention" if i % 2 or i >= last else "sliding_attention" for i in range(num_layers)]
+    is_full = [kind == "full_attention" for kind in settings["layer_types"] or odd]
+    every = is_full.index(True) + 1 if True in is_full else 0
+    if is_full != [every > 0 and (i + 1) % every == 0 for i in range(num_layers)]:
+        raise ValueError("layer_types in config.json: full attention in every n-th layer alone is built here")
+    return {"attention.sliding_window": window, "attention.full_attention_every": every}
+
+
+def _write_windows(model: ModelConfig) -> Values:
+    a = model.attention
+    if not a.sliding_window:
+        return {"use_sliding_window": False}
+    is_full = [a.full_attention_every > 0 and (i + 1) % a.full_attention_every == 0 for i in range(model.num_layers)]
+    types = ["full_attention" if full else "sliding_attention" for full in is_full]
+    return {"use_sliding_window": True, "sliding_window": a.sliding_window, "layer_types": types}
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fields=QWEN,
+    names=lambda model: names.COMMON | names.GQA | names.DENSE | names.EXPERTS,
+    fixed={"attention.qk_norm": True},
+    only=ONLY | OF_QWEN,
+    defaults=QWEN_DEFAULTS | {"head_dim": None},
+    parts=(HEAD_DIM, ROPE, WINDOW, LEADING_DENSE),
+)
+GATED = "feed_forward.shared_experts"
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    fields=QWEN | {"shared_expert_intermediate_size": "moe.shared_ffn_hidden_size", "qkv_bias": "attention.qkv_bias"},
+    names=lambda model: (
+        QWEN3_MOE.names(model)
+        | names.mlp(f"{GATED}.mlp", "mlp.shared_expert")
+        | {f"{GATED}.gate.weight": names.one("mlp.shared_expert_gate.weight")}
+    ),
+    fixed={"moe.shared_expert_gate": True},
+    only={"hidden_act": "silu"} | OF_QWEN,
+    defaults=QWEN_DEFAULTS | {"qkv_bias": True, "layer_types": None, "max_window_layers": 28, "head_dim": None},
+    parts=(HEAD_DIM, ROPE, Part(_read_windows, _write_windows), LEADING_DENSE),
+)
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    fields=GQA | {"num_local_experts": "moe.num_experts", "intermediate_size": "moe.ffn_hidden_size"},
+    names=lambda model: names.COMMON | names.GQA | names.routed("block_sparse_moe", "w1", "w3", "w2"),
+    only={"hidden_act": "silu"},
+    defaults=DEFAULTS | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": None, "sliding_window": None},
+    parts=(
+        HEAD_DIM,
+        ROPE,
+        Part(
+            lambda settings: {"attention.sliding_window": settings["sliding_window"] or 0},
+            lambda model: {"sliding_window": model.attention.sliding_window or None},
+        ),
+    ),
+)
+MLA_DEFAULTS = DEFAULTS | {"num_key_value_heads": None}
+BIAS: names.Names = {"feed_forward.router.expert_bias_E": names.one("mlp.gate.e_score_correction_bias")}
+ROUTED = {
+    "n_routed_experts": "moe.num_experts",
+    "moe_intermediate_size": "moe.ffn_hidden_size",
+    "norm_topk_prob": "moe.normalize_topk",
+    "routed_scaling_factor": "moe.route_scale",
+}
+WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+OF_DEEPSEEK = ROUTED | {name: f"attention.{name}" for name in WIDTHS}
+SHARED_NAMES = names.mlp("feed_forward.shared_experts", "mlp.shared_experts")
+
+
+def _names_of_mla(model: ModelConfig) -> names.Names:
+    attention = names.MLA if model.attention.q_lora_rank else names.MLA_WITHOUT_QUERY_LATENT
+    return names.COMMON | attention | names.DENSE | names.EXPERTS | SHARED_NAMES
+
+
+def _read_groups_of_v2(settings: Settings) -> Values:
+    method = settings["topk_method"]
+    if method == "greedy":
+        return {}
+    if method != "group_limited_greedy":
+        raise ValueError(f"topk_method = {method!r} in config.json: greedy and group_limited_greedy are built here")
+    groups = {"moe.num_groups": settings["n_group"], "moe.top_k_groups": settings["topk_group"]}
+    return groups | {"moe.group_score": "max"}
+
+
+def _write_groups_of_v2(model: ModelConfig) -> Values:
+    if model.moe.num_groups == 1:
+        return {"topk_method": "greedy"}
+    return {
+        "topk_method": "group_limited_greedy",
+        "n_group": model.moe.num_groups,
+        "topk_group": model.moe.top_k_groups,
+    }
+
+
+def _read_key_heads(settings: Settings) -> Values:
+    number, num_heads = settings["num_key_value_heads"], settings["num_attention_heads"]
+    if number not in (None, num_heads):
+        raise ValueError(f"num_key_value_heads = {number} in config.json: latents give keys to all {num_heads} heads")
+    return {}
+
+
+KEY_HEADS = Part(_read_key_heads, lambda model: {"num_key_value_heads": model.attention.num_heads})
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    fields=COMMON | OF_DEEPSEEK,
+    names=_names_of_mla,
+    fixed={"attention.kind": "mla", "attention.rope_is_interleaved": True},
+    only=ONLY | {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    defaults=MLA_DEFAULTS
+    | {"topk_method": "greedy", "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    parts=(KEY_HEADS, ROPE, FIRST_K_DENSE, SHARED, QUERY_LATENT, Part(_read_groups_of_v2, _write_groups_of_v2)),
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    fields=COMMON | OF_DEEPSEEK | {"rope_interleave": "attention.rope_is_interleaved"},
+    names=lambda model: _names_of_mla(model) | BIAS,
+    fixed={"attention.kind": "mla", "moe.score_fn": "sigmoid"},
+    only=ONLY | {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    defaults=MLA_DEFAULTS | {"rope_interleave": True},
+    parts=(KEY_HEADS, ROPE, FIRST_K_DENSE, SHARED, QUERY_LATENT, GROUPS),
+    not_built={"mtp": lambda model: f"model.layers.{model.num_layers}."},
+    without={"mtp": {"num_nextn_predict_layers": 0}},
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    parts=(KEY_HEADS, ROPE, LAYER_TYPES_DENSE, SHARED, QUERY_LATENT, GROUPS),
+    defaults=MLA_DEFAULTS | {"rope_interleave": True, "rms_norm_eps": 1e-5, "mlp_layer_types": None},
+)
+
+
+def _read_no_window(settings: Settings) -> Values:
+    """Windows from a layer on are not built."""
+    window, first, num_layers = settings["sliding_window"], settings["max_window_layers"], settings["num_hidden_layers"]
+    later = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    if set(settings["layer_types"] or later) - {"full_attention"}:
+        raise ValueError("layer_types or max_window_layers in config.json: windows from a layer on are not built here")
+    return {}
+
+
+DOTS1 = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    fields=GQA | ROUTED,
+    names=lambda model: names.COMMON | names.GQA | names.DENSE | names.EXPERTS | SHARED_NAMES | BIAS,
+    fixed={"attention.qk_norm": True, "moe.score_fn": "sigmoid"},
+    only=ONLY,
+    defaults=DEFAULTS | {"head_dim": None, "sliding_window": 4096, "max_window_layers": 62, "layer_types": None},
+    parts=(
+        HEAD_DIM,
+        ROPE,
+        Part(_read_no_window, lambda model: {"sliding_window": None}),
+        FIRST_K_DENSE,
+        SHARED,
+        GROUPS,
+    ),
+)
+SOLAR_OPEN = replace(
+    DOTS1,
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    fixed={"attention.qk_norm": False, "moe.score_fn": "sigmoid"},
+    only=ONLY | {"first_k_dense_replace": 0},
+    defaults=DEFAULTS | {"head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    parts=(HEAD_DIM, ROPE, SHARED, GROUPS),
+)
+
+BUILT = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
+FAMILIES = {family.model_type: family for family in BUILT}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json: by the class that it names, else by its type.
+
+    Raises: ValueError for one that is not built.
+    """
+    classes = config.get("architectures") or []
+    by_class = [family for family in FAMILIES.values() if family.architecture in classes]
+    found = by_class[0] if by_class else FAMILIES.get(config.get("model_type", ""))
+    if found is None:
+        raise ValueError(
+            f"config.json has model_type = {config.get('model_type')!r} and architectures = {classes}; families that "
+            f"can be read are {', '.join(FAMILIES)}"
+        )
+    return found
+
+
+def family_for(model: ModelConfig) -> Family:
+    """The first family that has words for a model.
+
+    Raises: ValueError with the reason of each family.
+    """
+    reasons = []
+    for family in FAMILIES.values():
+        try:
+            family.write(model)
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            return family
+    raise ValueError(f"no family of Hugging Face computes what this model does: {'; '.join(reasons)}")

@@ -1,0 +1,141 @@
+"""How a tensor of ours is cut into the tensors of a Hugging Face checkpoint. No torch is needed."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from titan_moe.config.model import ModelConfig
+
+Shape = tuple[int, ...]
+Box = tuple[int | slice, ...]
+
+
+class Piece(NamedTuple):
+    """One tensor on disk, which is a box of one of ours."""
+
+    name: str  # on disk
+    ours: str
+    box: Box  # in ours; dimensions that it does not name are whole
+    shape: Shape  # on disk
+
+
+class Rows(NamedTuple):
+    """Tensors on disk that lie one below the other in ours."""
+
+    names: tuple[str, ...]
+    sizes: Callable[[ModelConfig], tuple[int, ...]] | None = None
+    """The rows of each; None means equal parts."""
+
+    def cut(self, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Box, Shape]]:
+        """Name, box and shape of each tensor on disk."""
+        sizes = self.sizes(config) if self.sizes else (shape[0] // len(self.names),) * len(self.names)
+        if sum(sizes) != shape[0]:
+            raise ValueError(f"{', '.join(self.names)} have {sum(sizes)} rows in [model], and {shape[0]} in the model")
+        begin = 0
+        for name, size in zip(self.names, sizes, strict=True):
+            yield name, (slice(begin, begin + size),), (size, *shape[1:])
+            begin += size
+
+
+class Experts(NamedTuple):
+    """A tensor on disk for each expert, and for each of several matrices of it, such as gate and up."""
+
+    names: tuple[str, ...]  # with {} for the number of the expert
+
+    def cut(self, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Box, Shape]]:
+        """Name, box and shape of each tensor on disk."""
+        for expert in range(shape[0]):
+            for i, name in enumerate(self.names):
+                box = (expert, i) if len(self.names) > 1 else (expert,)
+                yield name.format(expert), box, shape[len(box) :]
+
+
+class NotOnDisk(NamedTuple):
+    """A tensor that the family lacks. It is zero here."""
+
+    def cut(self, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Box, Shape]]:
+        """Nothing."""
+        yield from ()
+
+
+Names = dict[str, Rows | Experts | NotOnDisk]
+"""Name of a tensor in a block or outside of blocks -> its tensors on disk, also without the block."""
+
+
+def one(name: str) -> Rows:
+    """A tensor that is the same on disk."""
+    return Rows((name,))
+
+
+def pieces(names: Names, config: ModelConfig, shapes: Mapping[str, Shape]) -> Iterator[Piece]:
+    """The tensors on disk of the tensors of a model.
+
+    Raises: KeyError with the name of a tensor that the family has no name for.
+    """
+    for ours, shape in shapes.items():
+        if ours == "head.weight" and config.embeddings_are_tied:
+            continue  # the embedding's
+        layer, local = split_name(ours)
+        if local not in names:
+            raise KeyError(ours)
+        prefix = "" if layer is None else f"model.layers.{layer}."
+        for name, box, on_disk in names[local].cut(shape, config):
+            yield Piece(f"{prefix}{name}", ours, box, on_disk)
+
+
+def split_name(ours: str) -> tuple[int | None, str]:
+    """The number of the block, if any, and the name in it."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.*)", ours)
+    return (int(match[1]), match[2]) if match else (None, ours)
+
+
+def _of_heads(config: ModelConfig) -> tuple[int, ...]:
+    a = config.attention
+    return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim
+
+
+def mlp(ours: str, theirs: str) -> Names:
+    """A dense MLP of three matrices."""
+    return {
+        f"{ours}.gate_up.weight": Rows((f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")),
+        f"{ours}.down.weight": one(f"{theirs}.down_proj.weight"),
+    }
+
+
+def routed(moe: str, gate: str, up: str, down: str) -> Names:
+    """A router and its experts, whose matrices have these names."""
+    return {
+        "feed_forward.router.weight": one(f"{moe}.gate.weight"),
+        "feed_forward.router.expert_bias_E": NotOnDisk(),
+        "feed_forward.experts.gate_up": Experts(
+            (f"{moe}.experts.{{}}.{gate}.weight", f"{moe}.experts.{{}}.{up}.weight")
+        ),
+        "feed_forward.experts.down": Experts((f"{moe}.experts.{{}}.{down}.weight",)),
+    }
+
+
+COMMON: Names = {
+    "embed.weight": one("model.embed_tokens.weight"),
+    "norm.weight": one("model.norm.weight"),
+    "head.weight": one("lm_head.weight"),
+    "attention_norm.weight": one("input_layernorm.weight"),
+    "ffn_norm.weight": one("post_attention_layernorm.weight"),
+    "attention.out.weight": one("self_attn.o_proj.weight"),
+}
+GQA: Names = {
+    "attention.qkv.weight": Rows(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), _of_heads),
+    "attention.qkv.bias": Rows(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), _of_heads),
+    "attention.qk_norm_rope.q_norm_weight": one("self_attn.q_norm.weight"),
+    "attention.qk_norm_rope.k_norm_weight": one("self_attn.k_norm.weight"),
+}
+MLA: Names = {
+    "attention.q_down.weight": one("self_attn.q_a_proj.weight"),
+    "attention.q_norm.weight": one("self_attn.q_a_layernorm.weight"),
+    "attention.q_up.weight": one("self_attn.q_b_proj.weight"),
+    "attention.kv_down.weight": one("self_attn.kv_a_proj_with_mqa.weight"),
+    "attention.kv_norm.weight": one("self_attn.kv_a_layernorm.weight"),
+    "attention.kv_up.weight": one("self_attn.kv_b_proj.weight"),
+}
+MLA_WITHOUT_QUERY_LATENT: Names = MLA | {"attention.q_up.weight": one("self_attn.q_proj.weight")}
+DENSE: Names = mlp("feed_forward", "mlp")
+EXPERTS: Names = routed("mlp", "gate_proj", "up_proj", "down_proj")

@@ -1,0 +1,89 @@
+"""Write a recipe from a config.json: what it says, and in comments what was assumed. No torch is needed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_moe.checkpoint.hf_folder import HuggingFaceError, read_config
+from titan_moe.checkpoint.hf_names.families import family_of
+from titan_moe.checkpoint.hf_names.family import Family, Settings, flat
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.schema import in_toml
+
+UNREAD = {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "use_cache"}
+"""Keys of config.json that say nothing of what a model computes."""
+
+
+def read_model(folder: Path) -> tuple[Family, ModelConfig, Settings]:
+    """The family and `[model]` of a Hugging Face checkpoint, and how its config.json was read.
+
+    Raises: HuggingFaceError for what is not built here.
+    """
+    config = read_config(folder)
+    try:
+        family = family_of(config)
+        return family, *family.read(config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise HuggingFaceError(folder, [str(error)]) from error
+
+
+def recipe_text(folder: Path) -> str:
+    """A recipe that trains the weights of a Hugging Face checkpoint on, as TOML.
+
+    Raises: HuggingFaceError for what is not built here.
+    """
+    family, model, settings = read_model(folder)
+    values, defaults = flat(model), flat(ModelConfig())
+    lines = [f"# From config.json of {folder.name}, of the family {family.model_type}."]
+    if settings.assumed:
+        assumed = {key: value for key, value in sorted(settings.assumed.items()) if value is not None}
+        lines += ["# It lacks these keys, so the family's values were taken:"]
+        lines += [f"#   {key} = {in_words(value)}" for key, value in assumed.items()]
+    if unread := sorted(settings.values.keys() - settings.used - UNREAD):
+        lines += ["# These keys were not read:", *_wrapped(unread)]
+    lines += [f"# {part} is not built here and left out" for part in _absent(family, settings.values)]
+    lines += ["", "[model]", f"name = {in_toml(_name(folder))}", *_section(values, defaults, "")]
+    for section in ("attention", "moe"):
+        lines += ["", f"[model.{section}]", *_section(values, defaults, f"{section}.")]
+    balance = "bias_update_speed, aux_loss_coef" if model.moe.score_fn == "sigmoid" else "aux_loss_coef"
+    lines += [f"# nothing balances the experts' load; to do so set {balance}"]
+    lines += ["", "[checkpoint]", f"load_from = {in_toml(f'hf:{folder}')}"]
+    if skipped := _absent(family, settings.values):
+        lines += [f"load_without = {in_toml(tuple(skipped))}"]
+    lines += ["export_hf_at_end = true"]
+    if any(folder.glob("tokenizer*")):
+        lines += ["", "[data]", f"tokenizer = {in_toml(str(folder))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _absent(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Parts that the model has and ours does not."""
+    return [
+        part
+        for part, without in family.without.items()
+        if any(config.get(key, absent) != absent for key, absent in without.items())
+    ]
+
+
+def _section(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> list[str]:
+    """The fields of a section that are not at their defaults."""
+    names = [key for key in values if key.startswith(prefix) and "." not in key.removeprefix(prefix)]
+    return [f"{key.removeprefix(prefix)} = {in_toml(values[key])}" for key in names if values[key] != defaults[key]]
+
+
+def _name(folder: Path) -> str:
+    return folder.absolute().name.lower().replace("-", "_")
+
+
+def in_words(value: Any) -> str:
+    """A value of config.json."""
+    return in_toml(value) if isinstance(value, (bool, int, float, str)) else repr(value)
+
+
+def _wrapped(names: list[str]) -> list[str]:
+    lines = ["#  "]
+    for name in names:
+        if len(lines[-1]) + len(name) > 100:
+            lines.append("#  ")
+        lines[-1] += f" {name}"
+    return lines
