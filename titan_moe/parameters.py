@@ -92,6 +92,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def give_remainder(parameter: Tensor, remainder: Tensor) -> None:
+    """Split the master of a bf16 parameter: these int16 numbers are what it lacks (kernels/optim/split_master.py). They
+    are no state of the optimizer: who reads or sets the master needs both parts."""
+    vars(parameter)["remainder"] = remainder
+
+
+def remainder_of(parameter: Tensor) -> Tensor | None:
+    """The second part of a split master; None for any other parameter."""
+    remainder: Tensor | None = vars(parameter).get("remainder")
+    return remainder
+
+
 def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
     """Offsets of the local shard of a DTensor in the full tensor; empty for any other tensor."""
     if not isinstance(tensor, DTensor):

@@ -38,6 +38,11 @@ KEEPS_SUMS_OF_GRADIENTS_APART = Difference(
     "autograd add to `grad` in that dtype",
     below=(2, 15),
 )
+IGNORES_GRAD_DTYPES = Difference(
+    "torch",
+    "FSDP2 casts reduced gradients to the dtype of the parameters, whatever `grad_dtype` these have",
+    below=(2, 15),
+)
 NAMES_LOADS_COPIES = Difference(
     "triton",
     "Gluon's asynchronous loads are called copies from global to shared memory",

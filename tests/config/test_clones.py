@@ -52,7 +52,7 @@ def test_auto_takes_clones_where_they_pay(
             "a microbatch has 4,096 expert slots a rank",
         ),
         ("--parallel.ep=4", "experts are sharded"),
-        ("--precision.master=bf16 --precision.reduce=bf16", "precision.compute is precision.master"),
+        ("--precision.master=bf16 --precision.reduce=bf16", "parameters are in precision.compute"),
         ("--parallel.pp=2 --parallel.ep=4", "microbatches in flight share the copies"),
         ("--memory.recompute=block", "recomputation would fetch the weights of clones again"),
         (

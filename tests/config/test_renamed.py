@@ -200,7 +200,7 @@ train_micro_batch_size_per_gpu          train.micro_batch_sequences
 gradient_clipping                       optim.max_grad_norm
 steps_per_print                         metrics.every_steps
 zero_optimization.stage                 parallel.dp_shard
-offload_optimizer                       no field
+offload_optimizer                       memory.park
 cutoff_len                              train.seq_len_tokens
 packing                                 no field
 neat_packing                            data.document_attention

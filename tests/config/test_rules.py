@@ -235,6 +235,18 @@ BROKEN = {
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
     "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'precision.master = "fp32" has no optim.kind = "adamw"'),
+    "states_are_parked_by_our_kernel": (
+        "--memory.park=moments",
+        'memory.park = "moments" has no optim.kind = "adamw"',
+    ),
+    "parked_states_exist": (
+        "--memory.park=states --optim.kind=fused_adamw",
+        'which precision.master = "fp32" does not have',
+    ),
+    "split_masters_are_for_bf16": (
+        "--precision.compute=fp32 --precision.master=fp32_split --optim.kind=fused_adamw",
+        'precision.master = "fp32_split" has no precision.compute = "fp32"',
+    ),
     "bf16_weights_are_rounded_stochastically": (
         "--precision.master=bf16",
         'precision.master = "bf16" needs stochastic rounding, which optim.kind = "adamw" has not',

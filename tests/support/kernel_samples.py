@@ -420,8 +420,12 @@ def shards_of(device: torch.device, dtype: torch.dtype, moments: torch.dtype) ->
     shard, rule = samples["skipped"] = draw(33)
     shard.grad.fill_(torch.nan)
     rule.found_inf.fill_(1.0)
+    if dtype == torch.bfloat16:
+        shard, rule = draw(35)
+        remainder = torch.arange(-17, 18, device=device, dtype=torch.int16)
+        samples["split"] = shard._replace(remainder=remainder, grad=shard.grad.float()), rule
     shard, rule = draw(33, 5)
-    samples["strided"] = Shard(shard.step, shard.seed, *(tensor.T for tensor in shard[2:])), rule
+    samples["strided"] = Shard(shard.step, shard.seed, *(tensor.T for tensor in shard[2:6])), rule
     return [Sample(f"{name}, moments {moments}", args, 0) for name, args in samples.items()]
 
 

@@ -48,6 +48,8 @@ PRIVATE_NAMES: dict[str, Seen] = {
     f"{_FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback": TORCH,
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params": TORCH,
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": TORCH,
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup._init_mp_dtypes": TORCH,
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup._orig_dtype": ("2.11", "2.14"),
     f"{_FSDP}._fsdp_state.FSDPState._state_ctx": TORCH,
     f"{_FSDP}._fsdp_state.FSDPStateContext.manual_backward_finalization_active": ("2.15", "2.15"),
     f"{_FSDP}._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed": ("2.11", "2.14"),

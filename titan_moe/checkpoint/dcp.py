@@ -19,6 +19,7 @@ from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
 from titan_moe.checkpoint.hf import check_exportable, load_hf, save_hf
 from titan_moe.checkpoint.hf_export import SOURCE_FOLDER, dtype_of, keep_source, left_out, source_of
 from titan_moe.checkpoint.manifest import MANIFEST_FILE, Manifest, find_damage, read_manifest
+from titan_moe.checkpoint.masters import MasterState
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.rng import RngState
 from titan_moe.checkpoint.weights import differences, newly_tied, saved_shapes, shapes_over_ranks, weight_of
@@ -86,9 +87,11 @@ class Checkpointer:
             for step in self.folders.remove_incomplete():
                 logger.warning("removed %s: its save was interrupted", self.folders.path(step))
         device = next(parameter for part in model_parts for parameter in part.parameters()).device
+        parts = [part for part in model_parts if part.state_dict()]  # a stage may be empty
         self.manager = build_checkpoint_manager(
             self.folders.root,
-            model_parts=[part for part in model_parts if part.state_dict()],  # a stage may be empty
+            model_parts=parts,
+            model_state=MasterState(parts),
             optimizers=optimizers,
             schedulers=schedulers,
             loader=loader,

@@ -80,8 +80,8 @@ def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
     # a GEMM takes own weights and clones as one tensor: without room behind a copy of own weights, it copies them again
     if not resolve(p, world_size).experts_are_unsharded(recipe.precision):
         yield "experts are sharded, so GEMMs would need a copy of a rank's own weights"
-    if recipe.precision.compute == recipe.precision.master:
-        yield "precision.compute is precision.master, so GEMMs would need a copy of a rank's own weights"
+    if recipe.precision.compute == recipe.precision.parameters:
+        yield "parameters are in precision.compute, so GEMMs would need a copy of a rank's own weights"
     if p.pp > 1 or p.overlap == "microbatch":
         yield "microbatches in flight share the copies of a rank's own weights, and have different clones"
     if not {"block", "expert_weights"}.isdisjoint(recompute_of(recipe).layers):

@@ -26,6 +26,7 @@ class Experimental(NamedTuple):
 
 
 _UNTIMED_BETWEEN_NODES = "not timed on several nodes, which it is for"
+_ON_CPUS_ALONE = "never run on GPUs"
 _UNTIMED_GEMM = "neither its speed nor its losses are measured"
 EXPERIMENTAL = (
     Experimental("parallel.dispatcher", "hierarchical", _UNTIMED_BETWEEN_NODES),
@@ -48,6 +49,10 @@ EXPERIMENTAL = (
         "1.2 % faster at most on 2 GPUs, not timed on more",
         lambda recipe: recipe.parallel.tp > 1,
     ),
+    Experimental("precision.master", "fp32_split", _ON_CPUS_ALONE),
+    Experimental("memory.park", "moments", _ON_CPUS_ALONE),
+    Experimental("memory.park", "states", _ON_CPUS_ALONE),
+    Experimental("precision.gradients", "bf16", "its losses are not measured"),
     Experimental("precision.dgrad", "compute", _UNTIMED_GEMM, lambda recipe: bool(recipe.precision.formats)),
     Experimental("precision.wgrad", "compute", _UNTIMED_GEMM, lambda recipe: bool(recipe.precision.formats)),
 )

@@ -10,15 +10,27 @@ class OptimizerFacts:
     has_own_moments: bool  # moments may be in another dtype than the parameters
     takes_fp64_on_gpus: bool  # supports fp64 parameters on GPUs; on CPUs each kind does
     clips_as_it_reads: bool  # clipping needs no separate pass over the gradients
+    has_own_gradients: bool  # gradients may be in another dtype than the parameters, and masters in two parts
+    parks: bool  # states may rest on the host
     rounds_stochastically: bool  # small updates of bf16 weights are kept in expectation
 
 
 OPTIMIZERS = {
     "adamw": OptimizerFacts(
-        has_own_moments=False, takes_fp64_on_gpus=True, clips_as_it_reads=False, rounds_stochastically=False
+        has_own_moments=False,
+        takes_fp64_on_gpus=True,
+        clips_as_it_reads=False,
+        has_own_gradients=False,
+        parks=False,
+        rounds_stochastically=False,
     ),
     "fused_adamw": OptimizerFacts(
-        has_own_moments=True, takes_fp64_on_gpus=False, clips_as_it_reads=True, rounds_stochastically=True
+        has_own_moments=True,
+        takes_fp64_on_gpus=False,
+        clips_as_it_reads=True,
+        has_own_gradients=True,
+        parks=True,
+        rounds_stochastically=True,
     ),
 }
 """By `optim.kind`."""

@@ -141,8 +141,8 @@ class ParallelConfig:
     experts are cloned for every exchange in which a rank has more than 1.05 times the mean load and exceeds it by more
     slots than a clone costs. A rank receives up to as many experts of a layer in forward as it has replica slots, and
     sends as many gradients in backward. It means "off", and `titan-moe check` says so, without shared memory in an ep
-    group; with microbatches that are small or in flight together; with experts that are sharded, recomputed or in
-    precision.master; and without a capacity bound.
+    group; with microbatches that are small or in flight together; with experts that are sharded, recomputed or not
+    cast to precision.compute; and without a capacity bound.
     """
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs
@@ -156,7 +156,7 @@ class ParallelConfig:
     two gathers and one reduction a microbatch. Nothing is resharded after forward then. Every rank holds unsharded
     parameters in precision.compute and unsharded gradients in precision.reduce, in which microbatches are summed. This
     saves communication, and on a single rank copies. Unsharded experts (edp = 1) are cast once a step instead of once a
-    use; their gradients are always summed in precision.master."""
+    use; their gradients are always summed in the dtype of precision.gradients."""
 
     @property
     def length_multiple(self) -> int:
@@ -216,9 +216,9 @@ class ParallelSizes:
 
     def experts_are_unsharded(self, precision: PrecisionConfig) -> bool:
         """Whether experts bypass FSDP: no other rank holds the same ones, so there is nothing to gather, and gradients
-        are summed in the optimizer's dtype, which is as fine as that of the reduction."""
-        sums_in_master = BYTES_OF_DTYPE[precision.reduce] <= BYTES_OF_DTYPE[precision.master]
-        return self.edp * self.dp_replicate == 1 and sums_in_master
+        are summed in the dtype that the optimizer reads, which is as fine as that of the reduction or was asked for."""
+        is_fine = BYTES_OF_DTYPE[precision.reduce] <= BYTES_OF_DTYPE[precision.gradients_dtype]
+        return self.edp * self.dp_replicate == 1 and (is_fine or precision.gradients != "master")
 
 
 def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:

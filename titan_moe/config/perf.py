@@ -63,9 +63,20 @@ class CompileConfig:
         return self.regional == "on" or (self.regional == "on_cuda" and device == "cuda")
 
 
+Park = Literal["none", "moments", "states"]
+PARKED: dict[Park, tuple[str, ...]] = {
+    "none": (),
+    "moments": ("exp_avg", "exp_avg_sq"),
+    "states": ("exp_avg", "exp_avg_sq", "remainder"),
+}
+"""By `memory.park`, the states that rest on the host, as the optimizer's kernels name them."""
+PARKED_CHUNK_BYTES = 2**28
+"""Of parked states that are on the GPU at a time there are two chunks, of this size or of one shard."""
+
+
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Activation memory."""
+    """Memory: activations that are computed again, states of the optimizer that rest on the host."""
 
     recompute: tuple[str, ...] = ("auto",)
     """What backward computes again instead of keeping it (arXiv:1604.06174, arXiv:2205.05198): names, each for all
@@ -85,6 +96,13 @@ class MemoryConfig:
     those that they received. Experts that are not fused run twice.
     `block`: Whole blocks, dispatch and combine included. The experts of each token are kept, 4 bytes a choice: the
     second forward takes those of the first. A block calls each of its routers once."""
+    park: Park = "none"
+    """States of the optimizer that rest in pinned memory of the host between optimizer steps. A step copies them to the
+    GPU and back in chunks, in memory that activations had, and becomes longer by the time of the copies: some 60 ms for
+    each GiB (32 GB/s in all). It needs optim.kind = "fused_adamw".
+    `none`: None.
+    `moments`: Both moments.
+    `states`: Both moments, and what bf16 weights lack of their masters, with precision.master = "fp32_split"."""
 
     def __post_init__(self) -> None:
         if isinstance(self.recompute, str):  # one entry, from Python

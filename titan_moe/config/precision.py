@@ -6,8 +6,9 @@ from typing import Literal
 from titan_moe.config.formats import Format, GemmFormats
 
 Dtype = Literal["bf16", "fp32", "fp64"]
+Master = Literal["bf16", "fp32", "fp64", "fp32_split"]
 Moments = Literal["bf16", "fp32", "fp64", "fp8"]
-BYTES_OF_DTYPE: dict[Dtype, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
+BYTES_OF_DTYPE: dict[Master, int] = {"bf16": 2, "fp32": 4, "fp64": 8, "fp32_split": 4}
 BYTES_OF_MOMENT: dict[Moments, float] = {"bf16": 2, "fp32": 4, "fp64": 8, "fp8": 1 + 4 / 256}
 """Bytes of an element of a moment. In fp8: a code of 1 byte, and an fp32 scale for every 256 elements."""
 FormatBackend = Literal["auto", "native", "emulated"]
@@ -23,10 +24,16 @@ class PrecisionConfig:
 
     compute: Dtype = "bf16"
     """Parameters and activations in forward and backward."""
-    master: Dtype = "fp32"
-    """Parameters in the optimizer, and the gradients that it reads. `bf16` needs optim.kind = "fused_adamw", which
-    rounds stochastically: rounded to the nearest, updates below 1/512 of a weight are lost, which at usual learning
-    rates are nearly all."""
+    master: Master = "fp32"
+    """Parameters in the optimizer.
+    `bf16`: bf16, rounded stochastically, which needs optim.kind = "fused_adamw": rounded to the nearest, updates below
+    1/512 of a weight are lost, which at usual learning rates are nearly all.
+    `fp32`: fp32; weights are cast to `compute` where they are used.
+    `fp64`: fp64, for tests.
+    `fp32_split`: fp32 in two parts: a bf16 weight, which is used as it is, and the 16 bits that it lacks, which only
+    optim.kind = "fused_adamw" reads (Apex: store_param_remainders). The same updates as with fp32, without bf16 copies
+    of unsharded experts. One weight in 65,536, whose master is between two bf16 numbers, is rounded up, not to even.
+    Checkpoints have fp32 weights, and load with `fp32` too."""
     reduce: Dtype = "fp32"
     """Gradients in reductions over ranks."""
     moments: Literal["master", "bf16", "fp32", "fp8"] = "master"
@@ -37,6 +44,13 @@ class PrecisionConfig:
     `fp32`: fp32.
     `fp8`: e4m3 codes and a scale for each 256 elements (arXiv:2110.02861), in torchao's class, with stochastic
     rounding. A shard of less than 4096 elements, or whose size is not a multiple of 256, keeps fp32."""
+    gradients: Literal["master", "bf16", "fp32"] = "master"
+    """Gradients that the optimizer reads; in this dtype a rank sums those of microbatches, but with
+    parallel.accumulate_unsharded, which sums those that FSDP reduces in `reduce`. Another dtype than that of parameters
+    needs optim.kind = "fused_adamw".
+    `master`: The dtype of `master`, fp32 for "fp32_split".
+    `bf16`: bf16. Sums of many microbatches lose digits: a gradient below 1/512 of the sum so far is lost.
+    `fp32`: fp32, also for masters in bf16."""
     format: Format = "compute"
     """The format to which operands of GEMMs are rounded, in routed experts and dense linear layers. Embedding, head,
     router, norms, gates and the attention core are never rounded. `titan-moe check` names the format of every module.
@@ -83,9 +97,29 @@ class PrecisionConfig:
     format without its speed."""
 
     @property
+    def has_split_masters(self) -> bool:
+        """Whether the optimizer adds a remainder to a parameter."""
+        return self.master == "fp32_split"
+
+    @property
+    def master_dtype(self) -> Dtype:
+        """The dtype of masters, in one part or two."""
+        return "fp32" if self.master == "fp32_split" else self.master
+
+    @property
+    def parameters(self) -> Dtype:
+        """The dtype of the model's parameters."""
+        return "bf16" if self.master == "fp32_split" else self.master
+
+    @property
+    def gradients_dtype(self) -> Dtype:
+        """The dtype of the gradients of parameters."""
+        return self.master_dtype if self.gradients == "master" else self.gradients
+
+    @property
     def moments_dtype(self) -> Moments:
         """The dtype of the moments."""
-        return self.master if self.moments == "master" else self.moments
+        return self.master_dtype if self.moments == "master" else self.moments
 
     @property
     def bytes_of_moments(self) -> float:

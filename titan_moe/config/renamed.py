@@ -138,6 +138,7 @@ SPELLINGS = {
     'memory.recompute (true -> "block")': "gradient_checkpointing activation_checkpointing use_gradient_checkpointing "
     "recompute_activations activation_checkpoint",
     'memory.recompute (true -> "experts")': "moe_layer_recompute",
+    'memory.park (true -> "moments")': "optimizer_cpu_offload offload_optimizer",
     "compile.regional": "torch_compile compile.enable enable_compile",
     "compile.cudagraph": "cuda_graph_impl cuda_graph_scope enable_cuda_graph external_cuda_graph cuda_graph",
     "perf.attention": "attention_backend attn_implementation flash_attention flash_attn use_flash_attn sdp_attention "
@@ -148,6 +149,8 @@ SPELLINGS = {
     "precision.compute": "dtype torch_dtype params_dtype model_dtype mixed_precision mixed_precision_param",
     'precision.compute (true -> "bf16")': "bf16 bfloat16",
     "precision.master": "training.dtype main_params_dtype",
+    'precision.master (true -> "fp32_split")': "store_param_remainders split_master_weight_for_bf16",
+    "precision.gradients": "main_grads_dtype",
     "precision.reduce": "mixed_precision_reduce grad_reduce_dtype",
     'precision.reduce (true -> "fp32")': "accumulate_allreduce_grads_in_fp32",
     'precision.reduce (true -> "bf16")': "grad_reduce_in_bf16",
@@ -269,8 +272,8 @@ ABSENT = {
     "moe_use_legacy_grouped_gemm use_liger_kernel",
     "parameters, gradients and moments are always sharded over parallel.dp_shard": "use_distributed_optimizer "
     "overlap_grad_reduce overlap_param_gather ddp_bucket_size zero3_save_16bit_model",
-    'nothing is offloaded; memory.recompute, precision.moments = "fp8" and more ranks save memory': "cpu_offload "
-    "enable_cpu_offload optimizer_cpu_offload offload_optimizer offload_param fsdp_offload_params cpu_offloading",
+    'weights are not offloaded; memory.recompute, precision.moments = "fp8" and more ranks save memory': "cpu_offload "
+    "enable_cpu_offload offload_param fsdp_offload_params cpu_offloading",
     "weights are gathered in the dtype of precision.compute": "enable_fsdp_float8_all_gather",
     "models have no dropout": "dropout hidden_dropout attention_dropout attn_dropout resid_dropout embd_pdrop "
     "moe_input_jitter_eps",

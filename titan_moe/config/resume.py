@@ -42,7 +42,7 @@ CHANGES: dict[str, Change] = {
     "perf": LOGGED,
     "perf.loss_chunk_tokens": FREE,
     "precision": LOGGED,
-    "precision.master": REFUSED,  # the dtype of the weights that are saved
+    "precision.master": REFUSED,  # the dtype of the weights that are saved; `SAME` has the exception
     "precision.only_where_faster": FREE,  # the modules that it keeps are written into the recipe of the run
     "compile": LOGGED,
     "memory": FREE,
@@ -71,6 +71,9 @@ CHANGES: dict[str, Change] = {
     "profile": FREE,
 }
 """Section or field -> what a resume does with a change in it. The longest entry that a field lies in decides."""
+
+SAME = {"precision.master": ("fp32", "fp32_split")}
+"""Values of a field between which a resume may change although the field may not change otherwise; it is logged."""
 
 DEFAULT = LOGGED
 """For sections without an entry."""
@@ -113,7 +116,8 @@ def compare(saved: Mapping[str, Any], recipe: Recipe) -> RecipeChanges:
         before = saved.get(dotted, keys[dotted].default)
         if keys[dotted].is_list:
             before = tuple(before)  # JSON has lists
-        if before != value and (found := lists.get(change_of(dotted))) is not None:
+        change = LOGGED if {before, value}.issubset(SAME.get(dotted, ())) else change_of(dotted)
+        if before != value and (found := lists.get(change)) is not None:
             found.append(f"{dotted} = {in_toml(value)} (was {in_toml(before)})")
     return changes
 

@@ -6,10 +6,13 @@ numbers.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from titan_moe.kernels.optim.split_master import store_split
 from titan_moe.parameters import (
     Chunk,
     ParameterKind,
@@ -17,6 +20,7 @@ from titan_moe.parameters import (
     local,
     local_chunks,
     named_kinds,
+    remainder_of,
     residual_ends,
     seed_of,
     shard_offsets,
@@ -37,10 +41,10 @@ def init_weights(
     spreads = dict.fromkeys(residual_ends(model), std / math.sqrt(2 * num_layers))
     if embedding_std is not None:
         spreads |= dict.fromkeys(untied_embeddings(model), embedding_std)
-    rows = fused_rows(model)
+    rows = fused_rows(model)  # of split masters, both parts are filled
     for name, parameter, kind in named_kinds(model):
         spread = spreads.get(name, std)
-        values = local(parameter).data
+        values, remainder = local(parameter).data, remainder_of(parameter)
         match kind:
             case ParameterKind.SCALE:
                 values.fill_(1.0)
@@ -48,23 +52,27 @@ def init_weights(
                 values.zero_()
             case ParameterKind.EXPERT_MATRIX:
                 offsets = shard_offsets(parameter) or (0,) * parameter.ndim
-                for expert, expert_values in enumerate(values, start=offsets[0]):
+                rests = [None] * len(values) if remainder is None else list(local(remainder))
+                for expert, (expert_values, rest) in enumerate(zip(values, rests, strict=True), start=offsets[0]):
                     own = [Chunk(expert_values, offsets[1:])]
-                    _draw(own, parameter.shape[1:], f"{seed}/{name}/{expert}", spread)
+                    _draw(own, [rest], parameter.shape[1:], f"{seed}/{name}/{expert}", spread)
             case _:
-                _draw(local_chunks(parameter.data, rows.get(name, ())), parameter.shape, f"{seed}/{name}", spread)
+                chunks, rests = local_chunks(parameter.data, rows.get(name, ())), [None]
+                if remainder is not None:
+                    rests = [chunk.values for chunk in local_chunks(remainder, rows.get(name, ()))]
+                _draw(chunks, rests, parameter.shape, f"{seed}/{name}", spread)
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
 
 
-def _draw(chunks: list[Chunk], shape: torch.Size, key: str, spread: float) -> None:
+def _draw(chunks: list[Chunk], remainders: Sequence[Tensor | None], shape: torch.Size, key: str, spread: float) -> None:
     """Draw a tensor in full from its own generator and keep the slices of the chunks."""
     device, dtype = chunks[0].values.device, chunks[0].values.dtype
     generator = torch.Generator(device).manual_seed(seed_of(key))
     full = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
     # not trunc_normal_: torch 2.13 draws other numbers from the same generator than 2.11, and waits for the device
     full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)
-    for values, offsets in chunks:
+    for (values, offsets), remainder in zip_longest(chunks, remainders):
         ends = zip(offsets, values.shape, strict=True)
-        values.copy_(full[tuple(slice(begin, begin + size) for begin, size in ends)])
+        store_split(values, remainder, full[tuple(slice(begin, begin + size) for begin, size in ends)])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from titan_moe.config.perf import Park
 from titan_moe.config.train import OptimConfig
 from titan_moe.optim.adamw import AdamW
 from titan_moe.optim.fused_adamw import FusedAdamW
@@ -21,6 +22,7 @@ class RunOptions(NamedTuple):
     moments: torch.dtype | None = None
     """dtype of the moments, a value of `state.MOMENTS`; None: the parameters'."""
     seed: int = 0  # of stochastic rounding
+    park: Park = "none"  # the states that rest on the host
     capturable: bool = False
     """Keep the learning rate on the device, so that a CUDA graph can capture the step. It is fp32 there and fp64 on the
     host, so last digits of the weights differ."""
@@ -35,7 +37,8 @@ def build_adamw(part: nn.Module, config: OptimConfig, run: RunOptions) -> AdamW:
 
 def build_fused_adamw(part: nn.Module, config: OptimConfig, run: RunOptions) -> FusedAdamW:
     names: dict[Tensor, str] = {parameter: name for name, parameter in part.named_parameters()}
-    return FusedAdamW(_groups(part, config), names=names, moments=run.moments, seed=run.seed, **_adam_options(config))
+    options = _adam_options(config) | {"moments": run.moments, "seed": run.seed, "park": run.park}
+    return FusedAdamW(_groups(part, config), names=names, **options)
 
 
 BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "fused_adamw": build_fused_adamw}
@@ -89,6 +92,7 @@ class Optimizers(OptimizersContainer):
         super().step(found_inf=found_inf, grad_factor=grad_factor)
 
     def state_dict(self) -> dict[str, Any]:
+        self._finish_copies()
         return {
             name: to_plain(value) if is_8bit(value) else value
             for state in self._states()
@@ -97,6 +101,7 @@ class Optimizers(OptimizersContainer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._finish_copies()
         # not torch's: it makes new tensors in the parameter's dtype, and a captured step keeps the old ones
         for state in self._states():
             for name, value in state.items():
@@ -104,6 +109,12 @@ class Optimizers(OptimizersContainer):
                     copy_from_plain(value, state_dict[name], is_signed=not name.endswith(".exp_avg_sq"))
                 else:
                     value.copy_(state_dict[name])
+
+    def _finish_copies(self) -> None:
+        """Wait for states that are on their way to the host, where they rest."""
+        for optimizer in self.optimizers:
+            if (window := getattr(optimizer, "window", None)) is not None:
+                window.finish()
 
     def _states(self) -> list[dict[str, Any]]:
         """The tensors of each part's optimizer by name, as they are.

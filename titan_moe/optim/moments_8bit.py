@@ -1,5 +1,6 @@
 """Moments in 8 bits as tensors of torchao, and as plain fp32 tensors in checkpoints."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ def new_moment(parameter: Tensor) -> Tensor:
     if fits_8bit(shard):
         return _like(parameter, OptimStateFp8.zeros(shard.shape, BLOCK, shard.device, dtype=torch.float32))
     return _like(parameter, torch.zeros_like(shard, dtype=torch.float32, requires_grad=False))
+
+
+def map_parts(shard: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function to a state's local shard, or to its codes and scales."""
+    if not is_8bit(shard):
+        return function(shard)
+    changed = type(shard)(function(shard.codes), function(shard.scale))
+    return changed
 
 
 def is_8bit(value: Any) -> bool:

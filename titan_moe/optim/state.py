@@ -1,5 +1,7 @@
 """The state of AdamW, allocated at the start and updated in place."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,12 @@ MOMENTS = {
 """`precision.moments_dtype` -> the dtype that names it here."""
 
 
-def make_state(optimizer: torch.optim.Optimizer, moments: torch.dtype | None = None) -> None:
-    """Allocate step count and moments of every parameter, in its dtype or in `moments`.
+def make_state(
+    optimizer: torch.optim.Optimizer,
+    moments: torch.dtype | None = None,
+    place: Callable[[Tensor], Tensor] = lambda moment: moment,
+) -> None:
+    """Allocate step count and moments of every parameter, in its dtype or in `moments`, where `place` puts these.
 
     torch allocates them at a parameter's first gradient. A checkpoint could then lack parameters without gradients so
     far, and reading the state before the first step would take a step, which counts in the bias correction. A captured
@@ -25,8 +31,8 @@ def make_state(optimizer: torch.optim.Optimizer, moments: torch.dtype | None = N
         for parameter in group["params"]:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": _zeros(parameter, moments or parameter.dtype),
-                "exp_avg_sq": _zeros(parameter, moments or parameter.dtype),
+                "exp_avg": place(_zeros(parameter, moments or parameter.dtype)),
+                "exp_avg_sq": place(_zeros(parameter, moments or parameter.dtype)),
             }
 
 

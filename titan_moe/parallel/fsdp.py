@@ -4,6 +4,8 @@ Gradients are summed, never averaged: the loss is already divided by the tokens 
 gradients come from fewer ranks, need no scale of their own. Unsharded experts bypass FSDP (unsharded_experts.py).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
 from titan_moe.plan.pipeline.pieces import ROOT
 from titan_moe.plan.resolved import Resolved
-from titan_moe.versions import KEEPS_SUMS_OF_GRADIENTS_APART
+from titan_moe.versions import IGNORES_GRAD_DTYPES, KEEPS_SUMS_OF_GRADIENTS_APART
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -73,7 +75,7 @@ def apply(
 
 def _mixed_precision(precision: PrecisionConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
-        param_dtype=None if precision.compute == precision.master else DTYPES[precision.compute],
+        param_dtype=None if precision.compute == precision.parameters else DTYPES[precision.compute],
         reduce_dtype=None if precision.reduce == precision.compute else DTYPES[precision.reduce],
         cast_forward_inputs=False,  # routing scores must stay fp32
     )
@@ -84,6 +86,22 @@ def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
     if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+@torch.no_grad()
+def keep_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep reduced gradients in a dtype other than that of the parameters. Before 2.15, FSDP does not read the
+    parameters' `grad_dtype`."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = dtype
+    for group in _groups(model) if IGNORES_GRAD_DTYPES.is_here else []:
+        group._init_mp_dtypes = partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
+
+
+def _init_dtypes(group: Any, init: Callable[[], None], dtype: torch.dtype) -> None:
+    init()
+    group._orig_dtype = dtype
 
 
 def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:

@@ -2,7 +2,8 @@
 
 With edp = 1 there is nothing to gather or reduce, but FSDP would copy 16 bytes a parameter to bf16 weights and 20 to 30
 back to fp32 gradients, every microbatch. Here a parameter is cast once a use, or once a step (6 bytes), and a gradient
-is added to the master's in one pass (10 bytes, the first of a step 6), in the master's dtype.
+is added to the master's in one pass (10 bytes, the first of a step 6), in the dtype of the optimizer's gradients. The
+weights of split masters are used as they are.
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ class UnshardedWeights:
         accumulate: Accumulate,
         room: ReplicaSlots | None = None,
     ) -> None:
-        """`dtype` is compute's, None if it is the master's. With `keeps`, copies and codes last for every use inside
+        """`dtype` is compute's, None if it is the parameters'. With `keeps`, copies and codes last for every use inside
         `caching_casts`, else for one use and its backward. `accumulate` adds gradients up. A copy has `room` for as
         many clones behind the experts, which is left out while it is not used."""
         self.dtype, self.format, self.keeps = dtype, format, keeps
@@ -64,10 +65,11 @@ class UnshardedWeights:
 
     def cast(self, weight: Tensor) -> Tensor:
         """Master parameter -> plain tensor in compute's dtype. A copy that is not read has no memory."""
-        if self.dtype is None:
-            return local(weight)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return local(weight).to(self.dtype)
+            return local(weight) if self.dtype is None else local(weight).to(self.dtype)
+        if self.dtype is None:
+            is_plain = not weight.is_leaf or weight.grad_dtype == weight.dtype
+            return local(weight) if is_plain else _Cast.apply(weight, local(weight.detach()), self.accumulate)
         if self.has_codes:
             master = local(weight)
             return _Cast.apply(weight, master.new_empty((), dtype=self.dtype).expand_as(master), self.accumulate)
@@ -101,7 +103,7 @@ class UnshardedWeights:
 
 
 class _Cast(torch.autograd.Function):
-    """Replace a master by its copy; add gradients to the master's, in its dtype."""
+    """Replace a master by its copy; add gradients to the master's, in its `grad_dtype`."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, copy: Tensor, accumulate: Accumulate) -> Tensor:
@@ -113,7 +115,7 @@ class _Cast(torch.autograd.Function):
         master = ctx.master
         is_first = master.grad is None
         if is_first:
-            fresh = torch.empty_like(local(master))
+            fresh = torch.empty_like(local(master), dtype=master.grad_dtype)
             master.grad = _spread(fresh, master.device_mesh, master.placements)
         ctx.accumulate(local(master.grad), grad[: len(local(master))], is_first)
         return None, None, None
@@ -132,9 +134,9 @@ def use_unsharded_experts(
     """Use a layer's parameters as they are, in place of FSDP on a mesh of one rank.
 
     Parameters are DTensors of the ep mesh or, where ep = 1, become DTensors on `mesh`. `dtype` is compute's if it
-    differs from the master's; `keeps` lets a copy last for more than one use; `gradients` names the implementation that
-    accumulates; `delay_weight_grads_of_experts` computes them while those of rows are sent, if the experts' MLP can.
-    Copies have `room` for clones.
+    differs from the parameters'; `keeps` lets a copy last for more than one use; `gradients` names the implementation
+    that accumulates; `delay_weight_grads_of_experts` computes them while those of rows are sent, if the experts' MLP
+    can. Copies have `room` for clones.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
         if not isinstance(weight, DTensor):

@@ -214,16 +214,22 @@ def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
 
 def _memory(resolved: Resolved) -> str:
     recipe, gib = resolved.recipe, resolved.state_bytes / 2**30
-    master, moments = recipe.precision.master, recipe.precision.moments_dtype
-    kept = f"parameters, gradients, moments in {master}"
-    if moments != master:
-        kept = f"parameters and gradients in {master}, moments in {moments}"
+    p, kinds = recipe.precision, dict[str, list[str]]()
+    dtypes = {"parameters": p.master, "gradients": p.gradients_dtype, "moments": p.moments_dtype}
+    if recipe.memory.park != "none":
+        del dtypes["moments"]
+    for kind, dtype in dtypes.items():
+        kinds.setdefault(dtype, []).append(kind)
+    kept = ", ".join(
+        f"{' and '.join(names) if len(names) < 3 else ', '.join(names)} in {dtype}" for dtype, names in kinds.items()
+    )
     gathered = resolved.gathered_bytes / 2**30
     is_once = recipe.parallel.accumulate_unsharded
     held = "unsharded parameters and gradients" if is_once else f"experts in {recipe.precision.compute}"
     during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
     shared = resolved.shared_bytes / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""
+    among_ranks += f" {resolved.parked_bytes / 2**30:.3g} GiB on the host and" if recipe.memory.park != "none" else ""
     rank = "on the ranks that have most" if recipe.parallel.pp > 1 else "a rank"
     return f"{gib:.3g} GiB {rank}: {kept};{during_a_step}{among_ranks} activations come on top"
 

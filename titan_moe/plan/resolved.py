@@ -128,6 +128,11 @@ class Resolved:
         return max(map(memory.state_bytes, self.parts))
 
     @cached_property
+    def parked_bytes(self) -> int:
+        """States of a rank that rest on the host, likewise."""
+        return max(map(memory.parked_bytes, self.parts))
+
+    @cached_property
     def gathered_bytes(self) -> int:
         """Unsharded parameters and gradients of a rank during a step, in the same way."""
         return max(map(memory.gathered_bytes, self.parts))

@@ -62,6 +62,7 @@ def build_checkpoint_manager(
     optimizers: OptimizersContainer,
     schedulers: LRSchedulersContainer,
     loader: Any,
+    model_state: CurrentModelState,
     states: dict[str, Any],
     is_async: bool,
     save: Save,
@@ -90,6 +91,6 @@ def build_checkpoint_manager(
         sd_adapter=None,
         base_folder=str(folder.parent),
     )
-    manager.states[MODEL_KEY] = CurrentModelState(model_parts)
+    manager.states[MODEL_KEY] = model_state
     manager.save_state, manager.load_state = save, load
     return manager

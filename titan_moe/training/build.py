@@ -25,7 +25,7 @@ from titan_moe.models.part import tied_weight
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
-from titan_moe.parallel import arena, context, expert, fsdp, sequence, symm_memory, tensor, tensor_overlap
+from titan_moe.parallel import arena, context, expert, fsdp, masters, sequence, symm_memory, tensor, tensor_overlap
 from titan_moe.parallel.balance import ExpertBalancer, count_experts
 from titan_moe.parallel.grads import ReplicatedGrads
 from titan_moe.parallel.mesh import Meshes, build_meshes
@@ -74,7 +74,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     if recipe.parallel.pp > 1 and recipe.model.class_ != ModelConfig.class_:
         check_parts(parts, recipe)
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
-    optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
+    options = {"moments": moments, "seed": recipe.run.seed, "capturable": is_captured, "park": recipe.memory.park}
+    optimizers = build_optimizer(parts, recipe.optim, **options)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     tied = find_tied_embedding(parts, resolved, meshes, is_tied=is_tied)
     spikes = [Spikes(recipe.train.spike_sigmas, device)] if recipe.train.spike_sigmas else []
@@ -189,6 +190,7 @@ def build_parts(
         recompute.apply(part, resolved.recompute)  # around compiled code
         fsdp.apply(part, resolved, meshes, replicas)  # outermost: gathers around compiled code
         part.to_empty(device=device)
+        masters.apply(part, recipe.precision)
         seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
         init_weights(part, seed, num_layers=recipe.model.num_layers, **stds)
     return parts
@@ -200,7 +202,7 @@ def replica_slots(resolved: Resolved) -> ReplicaSlots:
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
-    """Build the plain model on the meta device, in the dtype that the optimizer updates.
+    """Build the plain model on the meta device, in the dtype of its parameters.
 
     Raises: RecipeError if the class cannot be imported or called, or breaks its contract.
     """
@@ -216,7 +218,7 @@ def build_unchecked(recipe: Recipe, kernels: Kernels) -> nn.Module:
     """
     model_class = import_model_class(recipe.model.class_)
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(fsdp.DTYPES[recipe.precision.master])
+    torch.set_default_dtype(fsdp.DTYPES[recipe.precision.parameters])
     try:
         with torch.device("meta"):
             return model_class(recipe.model, kernels=kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens)

@@ -55,6 +55,26 @@ def test_state_bytes_of_tensor_parallel_ranks() -> None:
     assert Resolved(recipe, 8).state_bytes == pytest.approx(16 * (dense / 2 + parameters["experts"] / 8))
 
 
+@pytest.mark.parametrize(
+    ("precision", "park", "expected", "on_host"),
+    [
+        (PrecisionConfig(master="fp32_split", moments="bf16"), "none", 2 + 2 + 4 + 4, 0),
+        (PrecisionConfig(master="fp32_split", moments="bf16", gradients="bf16"), "none", 2 + 2 + 2 + 4, 0),
+        (PrecisionConfig(master="bf16", gradients="fp32"), "none", 2 + 4 + 4, 0),
+        (PrecisionConfig(moments="bf16"), "moments", 4 + 4, 4),
+        (PrecisionConfig(master="fp32_split", moments="bf16"), "states", 2 + 4, 2 + 4),
+    ],
+)
+def test_state_bytes_of_split_masters_and_parked_states(
+    precision: PrecisionConfig, park: Any, expected: int, on_host: int
+) -> None:
+    resolved = Resolved(Recipe(model=MODEL, precision=precision, memory=MemoryConfig(park=park)), 1)
+    total = count_parameters(MODEL).total
+    assert (resolved.state_bytes, resolved.parked_bytes) == (expected * total, on_host * total)
+    assert (resolved.gathered_bytes == 0) == (precision.parameters == "bf16"), "weights in bf16 need no copies"
+    assert ("GiB on the host" in describe(resolved.recipe, 1)) == (park != "none")
+
+
 def test_gathered_bytes_of_unsharded_accumulation() -> None:
     parameters = count_parameters(MODEL)
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))

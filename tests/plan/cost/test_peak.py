@@ -18,6 +18,7 @@ from titan_moe.plan.cost.memory import (
     gathered_bytes,
     parameters_of,
     temporary_bytes_per_rank,
+    window_bytes,
 )
 from titan_moe.plan.cost.peak import activation_bytes_per_rank, peak_bytes
 from titan_moe.plan.pipeline.parts import parts_of
@@ -253,6 +254,15 @@ def test_microbatches_in_flight_are_in_the_peak_of_a_pipeline_rank() -> None:
     assert more.recipe == fewer.recipe and more.num_in_flight > fewer.num_in_flight + 10
     in_flight = (more.num_in_flight - fewer.num_in_flight) * activation_bytes_per_rank(more.recipe)
     assert peak_bytes(more, 1.125) - peak_bytes(fewer, 1.125) == pytest.approx(in_flight, rel=1e-6)
+
+
+def test_parked_moments_are_in_the_peak_by_two_shards_at_most() -> None:
+    recipe = load_recipe(RECIPES / "mixtral_8x7b.toml", [])
+    parked = replace(recipe, memory=replace(recipe.memory, park="moments"))
+    (part,), (changed,) = parts_of(recipe, 8), parts_of(parked, 8)
+    moments = parameters_of(part) * recipe.precision.bytes_of_moments
+    saved = peak_bytes(part, 1.125) - peak_bytes(changed, 1.125)
+    assert saved == pytest.approx(moments, rel=0.05) and 0 < window_bytes(changed) < moments / 20
 
 
 def test_what_waits_for_weight_gradients_is_in_the_peak() -> None:

@@ -1,13 +1,14 @@
-"""Rules about `[memory]`: what backward computes again."""
+"""Rules about `[memory]`: what backward computes again, what rests on the host."""
 
 from collections.abc import Iterator
 
 from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import AUTO, NONE, RECOMPUTABLE, Recompute, parse_entry, recompute_of
-from titan_moe.config.rules.rule import rule, rules_in
+from titan_moe.config.rules.rule import row, rule, rules_in
 from titan_moe.config.schema import in_toml
 
 
@@ -92,4 +93,14 @@ def split_backwards_repeat_outputs_alone(recipe: Recipe, world_size: int) -> Ite
                 )
 
 
+states_are_parked_by_our_kernel = row(
+    "parked states pass through the GPU in chunks, shard after shard",
+    lambda r: r.memory.park != "none" and not OPTIMIZERS[r.optim.kind].parks,
+    "{memory.park} has no {optim.kind}",
+)
+parked_states_exist = row(
+    "an option without effect hides a mistake",
+    lambda r: r.memory.park == "states" and not r.precision.has_split_masters,
+    "{memory.park} parks what bf16 weights lack of their masters, which {precision.master} does not have",
+)
 MEMORY_RULES = rules_in(globals())

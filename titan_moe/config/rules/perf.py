@@ -31,7 +31,8 @@ def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them",
-    "perf.kernels perf.override.experts permute router rotary head gradients precision.compute master run.device "
+    "perf.kernels perf.override.experts permute router rotary head gradients precision.compute master gradients "
+    "run.device "
     "model.moe.score_on expert_mlp_bias",
 )
 def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -54,11 +55,11 @@ def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
         for need in recipe.model.moe.unmet_needs_of_fused:
             yield f'{key} = "fused" needs {need}'
     p = recipe.precision
-    if kernels.gradients == "triton" and (p.compute, p.master) != ("bf16", "fp32"):
-        key = key_of_kernel(recipe, "gradients")
+    if kernels.gradients == "triton" and (p.compute, p.gradients_dtype) != ("bf16", "fp32"):
+        key, field = key_of_kernel(recipe, "gradients"), "master" if p.gradients == "master" else "gradients"
         yield (
             f'{key} = "{"fused" if key == "perf.kernels" else "triton"}" adds gradients in bf16 to fp32, not '
-            f'precision.compute = "{p.compute}" to precision.master = "{p.master}"'
+            f'precision.compute = "{p.compute}" to precision.{field} = "{getattr(p, field)}"'
         )
 
 
@@ -90,24 +91,27 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-@rule("gradients would lose digits before the update", "precision.master reduce compute")
+@rule("gradients would lose digits before the update", "precision.master gradients reduce compute")
 def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
-    for key in ("master", "reduce"):
+    for key in ("master", "reduce", *([] if p.gradients == "master" else ["gradients"])):
         if BYTES_OF_DTYPE[getattr(p, key)] < BYTES_OF_DTYPE[p.compute]:
             yield f'precision.{key} = "{getattr(p, key)}" is coarser than precision.compute = "{p.compute}"'
 
 
 @rule(
     "adamw has one dtype for parameters and moments; fused_adamw computes in fp32 on GPUs",
-    "precision.moments master optim.kind",
+    "precision.moments master gradients optim.kind",
 )
 def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, facts = recipe.precision, OPTIMIZERS[recipe.optim.kind]
     if p.master == "fp64" and p.moments_dtype != "fp64":
         yield said(recipe, "{precision.moments} is coarser than {precision.master}")
-    elif p.moments_dtype != p.master and not facts.has_own_moments:
+    elif p.moments_dtype != p.master_dtype and not facts.has_own_moments:
         yield said(recipe, "{precision.moments} beside {precision.master} has no {optim.kind}")
+    if p.gradients_dtype != p.parameters and not facts.has_own_gradients:
+        key = "{precision.master}" if p.has_split_masters else "{precision.gradients} beside {precision.master}"
+        yield said(recipe, f"{key} has no {{optim.kind}}")
     if p.master == "fp64" and recipe.run.device == "cuda" and not facts.takes_fp64_on_gpus:
         yield said(recipe, "{precision.master} has no {optim.kind} with {run.device}")
 
@@ -116,6 +120,11 @@ bf16_weights_are_rounded_stochastically = row(
     "rounded to the nearest bf16 number, an update below 1/512 of a weight is lost, which nearly all are",
     lambda r: r.precision.master == "bf16" and not OPTIMIZERS[r.optim.kind].rounds_stochastically,
     "{precision.master} needs stochastic rounding, which {optim.kind} has not",
+)
+split_masters_are_for_bf16 = row(
+    "the first part of a split master is the bf16 weight that GEMMs read",
+    lambda r: r.precision.has_split_masters and r.precision.compute != "bf16",
+    "{precision.master} has no {precision.compute}",
 )
 attention_backend_exists = row(
     "this backend runs, or computes gradients, on GPUs only",

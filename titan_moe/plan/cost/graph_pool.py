@@ -47,7 +47,7 @@ def reduced_bytes(part: Part) -> float:
     shards = part.count.dense_of_a_rank / sizes.fsdp
     if not sizes.experts_are_unsharded(part.recipe.precision):
         shards += experts_per_rank(part.recipe) / sizes.edp
-    return shards * BYTES_OF_DTYPE[part.recipe.precision.master]
+    return shards * BYTES_OF_DTYPE[part.recipe.precision.gradients_dtype]
 
 
 def reducing_bytes(part: Part) -> float:

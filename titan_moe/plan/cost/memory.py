@@ -9,6 +9,7 @@ from titan_moe.config.formats import FORMAT_FACTS
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.modules import modules_of, parameters_of_an_expert
 from titan_moe.config.parallel import resolve
+from titan_moe.config.perf import PARKED_CHUNK_BYTES
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.config.recompute import recompute_of
@@ -23,10 +24,35 @@ GATHERS_FROM = 2048
 
 
 def state_bytes(part: Part) -> int:
-    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run."""
+    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run, without those
+    that rest on the host."""
     precision = part.recipe.precision
-    parameter_and_gradient = 2 * BYTES_OF_DTYPE[precision.master]
-    return round(parameters_of(part) * (parameter_and_gradient + precision.bytes_of_moments))
+    kept = BYTES_OF_DTYPE[precision.master] + BYTES_OF_DTYPE[precision.gradients_dtype] + precision.bytes_of_moments
+    return round(parameters_of(part) * kept) - parked_bytes(part)
+
+
+def parked_bytes(part: Part) -> int:
+    """Count the bytes of a rank's states that rest on the host between optimizer steps."""
+    return round(parameters_of(part) * _parked_bytes_of_a_parameter(part.recipe))
+
+
+def _parked_bytes_of_a_parameter(recipe: Recipe) -> float:
+    parked = {
+        "none": 0.0,
+        "moments": recipe.precision.bytes_of_moments,
+        "states": recipe.precision.bytes_of_moments + 2,
+    }
+    return parked[recipe.memory.park]
+
+
+def window_bytes(part: Part) -> float:
+    """Bytes of the parked states that are on the GPU at a time, while the optimizer steps: two chunks, or the two
+    largest shards."""
+    recipe, sizes = part.recipe, resolve(part.recipe.parallel, part.world_size)
+    of_experts = 2 / 3 * experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) / sizes.edp  # gate and up
+    of_others = max(module.own_parameters for module in part.count.modules if module.region != "experts") / sizes.fsdp
+    largest = max(of_experts, of_others) * _parked_bytes_of_a_parameter(recipe)
+    return 2 * max(min(PARKED_CHUNK_BYTES, parked_bytes(part) / 2), largest) if largest else 0.0
 
 
 def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
@@ -42,7 +68,7 @@ def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     dense, experts = part.count.dense_of_a_rank, experts_per_rank(recipe)
     is_unsharded = sizes.experts_are_unsharded(precision)
-    copy = compute if precision.compute != precision.master else 0
+    copy = compute if precision.compute != precision.parameters else 0
     if not recipe.parallel.accumulate_unsharded:
         again = recompute_of(recipe).of("block", "expert_weights") if recipe.parallel.pp == 1 else frozenset()
         first, number = recipe.model.num_layers - recipe.model.num_moe_layers, recipe.model.num_moe_layers

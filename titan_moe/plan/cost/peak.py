@@ -9,7 +9,7 @@ Four moments of a step may have the peak:
   of the loss.
 * At its end all gradients exist, and the temporaries of the first layer. Its activations are freed, but not the arena.
 * After the last backward, gathered parameters are freed. The gradients of embedding and head are reduced, which FSDP
-  does last, and tp ranks sum gradients.
+  does last, tp ranks sum gradients, and parked states pass through the GPU.
 
 The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, symmetric memory, the
 parameters of blocks that are gathered at a time, and messages between stages. With `perf.kernels = "auto"` the loss is
@@ -35,8 +35,10 @@ from titan_moe.plan.cost.memory import (
     experts_per_rank,
     gathered_bytes,
     parameters_of,
+    state_bytes,
     temporary_bytes,
     temporary_bytes_per_rank,
+    window_bytes,
 )
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes
 from titan_moe.plan.pipeline.parts import Part
@@ -50,12 +52,14 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     """Estimate the peak of a rank in bytes, with this implementation of the experts. If the capacity is "auto",
     `capacity_factor` is that of the load, with its margin."""
     recipe, p, count = part.recipe, part.recipe.precision, part.count
-    compute, reduce, master = (BYTES_OF_DTYPE[dtype] for dtype in (p.compute, p.reduce, p.master))
+    dtypes = (p.compute, p.reduce, p.gradients_dtype)
+    compute, reduce, gradient = (BYTES_OF_DTYPE[dtype] for dtype in dtypes)
     is_once = recipe.parallel.accumulate_unsharded
     has_copies = resolve(recipe.parallel, part.world_size).experts_are_unsharded(p)
     is_first = num_microbatches(recipe, part.world_size) == 1  # and the last: nothing is accumulated before
     parameters = parameters_of(part)
-    state, gradients = parameters * (master + p.bytes_of_moments), parameters * master
+    gradients = parameters * gradient
+    state = state_bytes(part) - gradients
     arena = arena_bytes_per_rank(recipe, capacity_factor, part.slabs) if part.has_arena(experts) else 0
     # what FSDP gathers for all of forward and backward, and reduces after it
     of_root = (count["embedding"] + count["head"]) / recipe.parallel.tp
@@ -69,15 +73,15 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
     begin += delayed + num_kept * of_one + max(loss, temporary)
     if not is_first:  # sums of the microbatches before; unsharded ones are gathered
-        begin += gradients if not is_once else experts_per_rank(recipe) * master if has_copies else 0
+        begin += gradients if not is_once else experts_per_rank(recipe) * gradient if has_copies else 0
 
     are_kept = is_once or recipe.parallel.pp > 1
-    copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.master else 0
+    copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.parameters else 0
     accumulated = reduce if is_once and not is_first else 0
     end = gradients + delayed + temporary + copies + of_root * (compute + accumulated)
     end += max(num_kept - 1, 0) * of_one  # of the others in flight
     reductions = copies + of_root * (reduce + (accumulated or compute))
-    after = gradients + max(reductions, flat_copy_bytes(part))
+    after = gradients + max(reductions, flat_copy_bytes(part), window_bytes(part))
     if recipe.compile.cudagraph == "off":
         return round(state + arena + max(begin, end, after))
     has_sums, reduced = not (is_once or is_first), reduced_bytes(part)

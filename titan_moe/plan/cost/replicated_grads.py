@@ -35,4 +35,6 @@ def received_bytes(part: Part) -> float:
 def copied_bytes(part: Part) -> float:
     """Count the bytes that the copies into messages and back read and write in a step."""
     precision = part.recipe.precision
-    return 2 * replicated_elements(part) * (BYTES_OF_DTYPE[precision.master] + BYTES_OF_DTYPE[precision.reduce])
+    return (
+        2 * replicated_elements(part) * (BYTES_OF_DTYPE[precision.gradients_dtype] + BYTES_OF_DTYPE[precision.reduce])
+    )

@@ -79,10 +79,10 @@ def update_work(part: Part) -> tuple[Work, Work]:
     parameter, gradient and two moments and writes all but the gradient.
     """
     recipe, held, precision = part.recipe, parameters_of(part), part.recipe.precision
-    master = BYTES_OF_DTYPE[precision.master]
+    master, gradient = BYTES_OF_DTYPE[precision.master], BYTES_OF_DTYPE[precision.gradients_dtype]
     clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
-    clip = Work(memory_bytes=held * master * (3 if clips_in_a_pass else 1))
-    return clip, Work(memory_bytes=held * (3 * master + 2 * precision.bytes_of_moments))
+    clip = Work(memory_bytes=held * gradient * (3 if clips_in_a_pass else 1))
+    return clip, Work(memory_bytes=held * (2 * master + gradient + 2 * precision.bytes_of_moments))
 
 
 def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
