@@ -13,6 +13,7 @@ import pytest
 
 from titan_moe.config.experimental import EXPERIMENTAL, Experimental, describe_experimental
 from titan_moe.config.explain import explain
+from titan_moe.config.offload import OFFLOADABLE
 from titan_moe.config.parse import load_recipe
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import all_keys
@@ -151,6 +152,7 @@ KEPT = {
     "precision.only_where_faster": "fp8 loses on small layers, and whether depends on the GPU",
     "precision.backend": "a format can be tried where no matrix unit has it",
     "compile.regional": "off to debug; on to compile on a CPU",
+    "memory.offload": "what neither recompute nor more ranks make room for, where the host has memory",
     "memory.recompute": "what does not fit otherwise; no figure of RESULTS needed it",
     "train.steps": "length of a run",
     "train.seq_len_tokens": "shape of a batch",
@@ -231,7 +233,7 @@ def test_the_measurement_is_there_and_is_won(option: str) -> None:
 @pytest.mark.parametrize("row", EXPERIMENTAL, ids=lambda row: row.setting)
 def test_what_is_experimental_is_said(row: Experimental) -> None:
     key = OPTIONS[row.key]
-    assert row.value in (key.choices or {True, False}) and row.value != key.default
+    assert row.value in (OFFLOADABLE if key.is_list else key.choices or {True, False}) and row.value != key.default
     said = " ".join(explain(row.key).split())
     assert f"EXPERIMENTAL: {row.reason}." in said
 
@@ -246,6 +248,7 @@ RECIPES = {
     ],
     "precision.format=fp8_rowwise precision.dgrad=compute": ['precision.dgrad = "compute"'],
     "parallel.overlap=microbatch": [],
+    "memory.offload=block:2,attention": ['memory.offload = "block"', 'memory.offload = "attention"'],
     "parallel.overlap=microbatch parallel.pp=2": ['parallel.overlap = "microbatch"'],
     "parallel.overlap=microbatch parallel.pp=2 parallel.pp_schedule=dualpipev": [],
 }

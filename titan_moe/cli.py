@@ -122,9 +122,13 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str |
 
 def _convert(args: argparse.Namespace) -> None:
     """Import or export a checkpoint."""
-    if args.verb == "export":
-        export_hf(args.checkpoint, args.folder, args.dtype)
-    for part, names in (import_hf(args.folder, args.checkpoint, args.skip) if args.verb == "import" else {}).items():
+    try:
+        if args.verb == "export":
+            return export_hf(args.checkpoint, args.folder, args.dtype)
+        skipped = import_hf(args.folder, args.checkpoint, args.skip)
+    except OSError as error:
+        raise RecipeError([f"{error.filename}: {error.strerror}"]) from error
+    for part, names in skipped.items():
         print(f"left out, because {part} is not built here: {len(names)} tensors from {names[0]} on")
 
 

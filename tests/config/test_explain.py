@@ -6,6 +6,7 @@ import pytest
 
 from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.explain import explain, list_fields, recipe_with_explanations, split_values
+from titan_moe.config.offload import OFFLOADABLE
 from titan_moe.config.recompute import AUTO, NONE, RECOMPUTABLE
 from titan_moe.config.schema import all_keys, docstring_of
 
@@ -35,10 +36,10 @@ def test_explain_values_of_a_docstring() -> None:
 
 
 def test_explain_covers_all_values_of_a_field_or_none() -> None:
+    of_lists = {"memory.recompute": {AUTO, NONE, *RECOMPUTABLE}, "memory.offload": {*OFFLOADABLE}}
     for key in all_keys(Recipe).values():
         values = split_values(docstring_of(key))[1]
-        known = {AUTO, NONE, *RECOMPUTABLE} if key.dotted == "memory.recompute" else key.choices.keys()
-        assert not values or values.keys() == known, key.dotted
+        assert not values or values.keys() == of_lists.get(key.dotted, key.choices.keys()), key.dotted
 
 
 def test_explain_field_with_an_underscore_has_its_name_in_recipes() -> None:

@@ -129,6 +129,7 @@ recompute_num_layers                    no field
 recompute_method                        no field
 recompute_granularity                   memory.recompute
 recompute_activations                   memory.recompute
+offload_modules                         memory.offload
 moe_layer_freq                          model.num_dense_layers
 moe_router_enable_expert_bias           model.moe.bias_update_speed
 moe_router_load_balancing_type          model.moe.aux_loss_coef

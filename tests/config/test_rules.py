@@ -286,6 +286,18 @@ BROKEN = {
         f"{ZERO_BUBBLE} --memory.recompute=norms,attention",
         'splits backwards, but memory.recompute = "attention" needs whole ones',
     ),
+    "offloaded_parts_are_known": (
+        "--memory.offload=block,qkv_linear",
+        'has "qkv_linear": its input stays on the GPU, memory.recompute = "norms" frees it',
+    ),
+    "offloaded_parts_are_kept": (
+        "--memory.offload=attention:2-3 --memory.recompute=qkv_rope:-1",
+        'memory.offload has "attention" and, of the same layers, memory.recompute has "qkv_rope"',
+    ),
+    "pieces_are_not_offloaded": (
+        f"{INTERLEAVED} --memory.offload=block",
+        'parallel.overlap = "microbatch" runs blocks in pieces, not memory.offload = ["block"]',
+    ),
     "forced_load_needs_a_router": (
         "--model.num_dense_layers=4 --train.forced_load=balanced",
         'train.forced_load = "balanced" needs layers with experts',

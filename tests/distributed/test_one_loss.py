@@ -328,6 +328,7 @@ OF_GQA, OF_MLA = (
     for name in ("qkv_rope", "mla_up")
 )
 """All that is computed again of a layer by parts; test_layouts.py draws some of it."""
+OFFLOADED = MemoryConfig(("none",), ("block", "attention", "ffn_norm"))
 TP2 = ParallelConfig(tp=2)
 TP2_EP2 = ParallelConfig(tp=2, ep=2, dispatcher="alltoall")
 TWO_NODES = ParallelConfig(tp=2, ep=4, dispatcher="hierarchical", ep_ranks_per_node=2)
@@ -353,7 +354,7 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "name", "changes"),
     [
-        pytest.param(4, TWO_NODES, "mla", {}, id="tp2-dp2-ep4-2x2-mla"),
+        pytest.param(4, TWO_NODES, "mla", {"memory": OFFLOADED}, id="tp2-dp2-ep4-2x2-mla-offloaded"),
         pytest.param(
             4,
             replace(TP2_EP2, accumulate_unsharded=True),
@@ -449,7 +450,7 @@ def causal_alone(ranks) -> Callable[[str], Trace]:
         pytest.param(4, replace(RING_EP2, cp=4, ep=4), "gqa", {"memory": OF_GQA}, id="cp4-ep4-recompute_parts"),
         pytest.param(4, replace(RING, tp=2), "gqa-shared", {}, id="cp2-tp2-gqa-shared"),
         pytest.param(4, replace(RING_EP2, ep=4), "gqa", {}, id="cp2-dp2-ep4-gqa"),
-        pytest.param(4, replace(RING, pp=2), "gqa", {}, id="cp2-pp2-gqa"),
+        pytest.param(4, replace(RING, pp=2), "gqa", {"memory": OFFLOADED}, id="cp2-pp2-gqa-offloaded"),
     ],
 )
 def test_one_loss_with_ring_attention(

@@ -1,7 +1,7 @@
 """CUDA graphs on a GPU: replayed steps are the launched steps, bit for bit, and the host waits for nothing."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.data.packing import Batch
+from titan_moe.plan.cost.offload import sent_bytes
 from titan_moe.run.process import process_group
 from titan_moe.training.build import Assembly, assemble
 from titan_moe.training.evaluate import validation_loss
@@ -105,6 +106,11 @@ CASES: dict[str, dict[str, Any]] = {
         "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
         "memory": MemoryConfig(("norms:2", "experts:-2")),
     },
+    # copies to the host and back, in places that the launched steps have left
+    "offloaded": {
+        "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
+        "memory": MemoryConfig(("none",), ("block", "attention", "ffn_norm")),
+    },
 }
 
 
@@ -137,6 +143,27 @@ def test_recomputed_parts_need_less_memory_and_change_nothing_else(
         del run
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
     assert peaks[1] < peaks[0], peaks
+
+
+@pytest.mark.parametrize("take", [launched, assemble])
+def test_offloaded_steps_are_the_same_in_less_memory(take: Callable[..., Assembly], device: torch.device) -> None:
+    """Without a compiler, whose graphs end elsewhere and so add up in another order."""
+    model = replace(RECIPE.model, num_layers=12)
+    train_16 = replace(RECIPE.train, global_batch_sequences=32, micro_batch_sequences=16)
+    plain = captured(replace(RECIPE, model=model, train=train_16, compile=CompileConfig("off")))
+    offloaded = replace(plain, memory=MemoryConfig(("none",), ("block", "attention", "ffn_norm")))
+    losses, peaks = [], []
+    for recipe in (plain, offloaded):
+        run = take(recipe, device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        losses.append(train(run, recipe, device)[0])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        run.step.release()
+        del run
+    assert losses[0] == losses[1]
+    assert peaks[0] - peaks[1] > 0.7 * sum(sent_bytes(offloaded))
 
 
 def test_steps_that_are_recorded_anew_are_the_same(device: torch.device) -> None:

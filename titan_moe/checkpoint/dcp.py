@@ -305,8 +305,7 @@ class Checkpointer:
         try:
             read()
         except CheckpointException as error:
-            failures = [failure[0] for failure in error.failures.values()]
-            reasons = "; ".join(sorted({str(failure) or type(failure).__name__ for failure in failures}))
+            reasons = storage.reasons_of(error)
             raise CheckpointMismatch(
                 f"checkpoint {folder} does not fit this run's model or states, or is damaged: {reasons}; {way_out}"
             ) from error

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -93,9 +94,21 @@ def load(state: dict[str, Any], folder: Path, rows_of: RowsOf = no_rows) -> None
 
 
 def load_slices(slices: "Mapping[str, ChunkedTensor | torch.Tensor]", reader: FileSystemReader) -> None:
-    """Fill slices of tensors from a checkpoint, on this rank alone."""
-    with alone():
-        dcp.load({}, storage_reader=reader, planner=_SlicesPlanner(slices), no_dist=True)
+    """Fill slices of tensors from a checkpoint, on this rank alone.
+
+    Raises: ValueError with one sentence for what cannot be read.
+    """
+    try:
+        with alone():
+            dcp.load({}, storage_reader=reader, planner=_SlicesPlanner(slices), no_dist=True)
+    except CheckpointException as error:
+        raise ValueError(reasons_of(error)) from error
+
+
+def reasons_of(error: CheckpointException) -> str:
+    """What failed on each rank, in words."""
+    failures = [failure[0] for failure in error.failures.values()]
+    return "; ".join(sorted({str(failure) or type(failure).__name__ for failure in failures}))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ class Experimental(NamedTuple):
     """A value of a field."""
 
     key: str
-    value: str | bool
+    value: str | bool  # of a list, the name of an entry
     reason: str
     """What is not measured, or by how much it did not win."""
     has_effect: Callable[[Any], bool] = lambda recipe: True
@@ -55,10 +55,20 @@ EXPERIMENTAL = (
     Experimental("precision.gradients", "bf16", "its losses are not measured"),
     Experimental("precision.dgrad", "compute", _UNTIMED_GEMM, lambda recipe: bool(recipe.precision.formats)),
     Experimental("precision.wgrad", "compute", _UNTIMED_GEMM, lambda recipe: bool(recipe.precision.formats)),
+    *(Experimental("memory.offload", name, "never run on GPUs") for name in ("block", "attention", "ffn_norm")),
 )
+
+
+def is_used(row: Experimental, recipe: Any) -> bool:
+    """Whether a recipe has the value of a row, and uses it."""
+    value = attrgetter(row.key)(recipe)
+    has_value = (
+        row.value in [entry.partition(":")[0] for entry in value] if type(value) is tuple else value == row.value
+    )
+    return has_value and row.has_effect(recipe)
 
 
 def describe_experimental(recipe: Any) -> str:
     """What a recipe uses of the table, in one line; empty for nothing."""
-    used = [row for row in EXPERIMENTAL if attrgetter(row.key)(recipe) == row.value and row.has_effect(recipe)]
+    used = [row for row in EXPERIMENTAL if is_used(row, recipe)]
     return f"EXPERIMENTAL: {'; '.join(f'{row.setting} ({row.reason})' for row in used)}" if used else ""

@@ -56,6 +56,7 @@ class Module:
     pair_width: int = 0  # multiply-adds of a query and a key that it attends to, in QK^T and PV
     kept: int = 0  # elements that backward keeps
     freed: tuple[tuple[str, int], ...] = ()  # of these, those that a part of memory.recompute does not keep, by name
+    sent: tuple[tuple[str, int], ...] = ()  # of these, those that the host keeps with a part of memory.offload, by name
     reads: str = ""  # the part of memory.recompute that has its input, which nothing else reads
     gradients: int = 0  # elements of gradients that exist at a time, and of what is computed again beside them
     kept_as_codes: float = 0
@@ -74,6 +75,10 @@ class Module:
     def freed_by(self, names: Collection[str]) -> int:
         """Elements that are not kept where these parts are computed again."""
         return sum(elements for name, elements in self.freed if name in names)
+
+    def sent_with(self, names: Collection[str]) -> int:
+        """Elements that the host keeps where these parts are offloaded."""
+        return sum(elements for name, elements in self.sent if name in names)
 
     def is_in(self, layer: int) -> bool:
         """Whether a layer has it."""
@@ -127,10 +132,12 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     splits: Any = {"part": None, "tp_split": vocabulary, "fsdp_split": columns}
     yield _matrix("embedding", None, tp, "embed", (words, width), "inputs", multiply_adds=0, **splits)
     own_input = (("norms", width),) if tp == 1 else ()  # over tp, what is gathered of it is kept
-    yield _vectors("norms", layers, "attention_norm", width, kept=2 * width, freed=own_input)  # input and output
+    stream: Any = {"kept": 2 * width, "sent": (("block", width),)}  # input and output
+    yield _vectors("norms", layers, "attention_norm", width, **stream, freed=own_input)
+    stream["sent"] = (("ffn_norm", width),)
     yield from attention(model, layers, p)
-    yield _vectors("norms", layers[:num_dense], "ffn_norm", width, kept=2 * width, freed=own_input)
-    yield _vectors("norms", layers[num_dense:], "ffn_norm", width, kept=2 * width, freed=(("norms", width),))
+    yield _vectors("norms", layers[:num_dense], "ffn_norm", width, **stream, freed=own_input)
+    yield _vectors("norms", layers[num_dense:], "ffn_norm", width, **stream, freed=(("norms", width),))
     hidden = Split("ffn_hidden_size", model.ffn_hidden_size)
     yield from _mlp("dense", layers[:num_dense], tp, "feed_forward", width, hidden)
     yield from _moe(model, layers[num_dense:], p)
@@ -204,6 +211,7 @@ def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     compressed = tp * rank + queries
     kept: Any = {"kept": compressed + (tp * width if tp > 1 and not rank else 0), "gradients": compressed}
     # without compression it reads what `kv_down` does, but for the tokens of other ranks
+    kept["sent"] = (("attention", queries),)
     if is_whole := by_heads == 1:  # heads are not exchanged
         kept["freed"] = (("mla_up", queries),)
     yield row(
@@ -223,7 +231,7 @@ def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     own, copies = (latent, values // (tp * by_heads)), tp * by_heads * by_keys
     size = copies * latent + by_keys * values
     kept = {"kept": size, "gradients": size, "copies": copies, "reads_alone": True, "overlaps": False}
-    kept["freed"] = (("mla_up", is_whole * by_keys * values),)
+    kept |= {"freed": (("mla_up", is_whole * by_keys * values),), "sent": (("attention", by_keys * values),)}
     columns = Split("attention.kv_lora_rank", latent)
     yield row("attention.kv_up", (latent, values), "outputs", own_widths=own, fsdp_split=columns, **kept)
     received = (1 - 1 / by_heads) * (queries + result) + (cp - 1) * tp * projected
@@ -240,7 +248,7 @@ def _core(
     """Attention without projections. `ulysses` keeps the result before and after its exchange."""
     kept, gradients = attended + (1 + (by_heads > 1)) * result, attended + result
     sizes: Any = {"kept": kept, "gradients": gradients, "received": received, "tp_split": heads}
-    sizes["freed"] = (freed, ("attention", kept - attended))
+    sizes |= {"freed": (freed, ("attention", kept - attended)), "sent": (("attention", attended + result),)}
     return Module("attention", "attention", layers, pair_width=pair_width, **sizes)
 
 

@@ -96,6 +96,13 @@ class MemoryConfig:
     those that they received. Experts that are not fused run twice.
     `block`: Whole blocks, dispatch and combine included. The experts of each token are kept, 4 bytes a choice: the
     second forward takes those of the first. A block calls each of its routers once."""
+    offload: tuple[str, ...] = ()
+    """What a block's backward needs and the host keeps meanwhile, in pinned memory: the inputs of parts, by names and
+    layers as in `recompute`. It leaves the GPU beside the forward of the next two layers, and comes back one layer
+    ahead of its backward. `titan-moe check` shows the memory of the host, and how long the copies take.
+    `block`: The residual stream that enters a block.
+    `attention`: Queries, keys and values, and the result with its log-sum-exp, which attention keeps too.
+    `ffn_norm`: The residual stream between attention and feed-forward."""
     park: Park = "none"
     """States of the optimizer that rest in pinned memory of the host between optimizer steps. A step copies them to the
     GPU and back in chunks, in memory that activations had, and becomes longer by the time of the copies: some 60 ms for

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from titan_moe.config.recipe import Recipe
 
@@ -62,18 +62,23 @@ ENTRY = re.compile(r"(?P<name>[a-z_]+)(:(?P<layers>-?\d+|\d+-\d+))?")
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """By name, the layers of a model in which a part is computed again."""
+class PartsByLayer:
+    """By name, the layers of a model in which a part is one of these."""
 
     layers: Mapping[str, frozenset[int]]
 
     def names_of(self, layer: int) -> list[str]:
-        """What is computed again of a layer."""
+        """The parts of a layer."""
         return [name for name, layers in self.layers.items() if layer in layers]
 
     def of(self, *names: str) -> frozenset[int]:
-        """The layers in which one of these parts is computed again."""
+        """The layers that have one of these parts."""
         return frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
+
+
+@dataclass(frozen=True)
+class Recompute(PartsByLayer):
+    """By name, the layers of a model in which a part is computed again."""
 
     @property
     def without_rows(self) -> frozenset[int]:
@@ -94,25 +99,30 @@ def recompute_of(recipe: Recipe) -> Recompute:
 @lru_cache(maxsize=256)
 def of_entries(entries: tuple[str, ...], num_layers: int) -> Recompute:
     """What these entries mean for so many layers. Those that break a rule are left out."""
+    return Recompute(layers_of(entries, num_layers, RECOMPUTABLE))
+
+
+def layers_of(entries: Iterable[str], num_layers: int, parts: Mapping[str, Any]) -> Mapping[str, frozenset[int]]:
+    """By name, in the order of `parts`, the layers that entries name. Those that break a rule are left out."""
     layers: dict[str, frozenset[int]] = {}
     for entry in entries:
         if entry not in (AUTO, NONE):
             with suppress(ValueError):
-                name, of_entry = parse_entry(entry, num_layers)
+                name, of_entry = parse_entry(entry, num_layers, parts)
                 layers[name] = layers.get(name, frozenset()) | of_entry
-    return Recompute(MappingProxyType({name: layers[name] for name in RECOMPUTABLE if layers.get(name)}))
+    return MappingProxyType({name: layers[name] for name in parts if layers.get(name)})
 
 
-def parse_entry(entry: str, num_layers: int) -> tuple[str, frozenset[int]]:
-    """The name of an entry, and its layers.
+def parse_entry(entry: str, num_layers: int, parts: Mapping[str, Any] = RECOMPUTABLE) -> tuple[str, frozenset[int]]:
+    """The name of an entry, which is one of `parts`, and its layers.
 
     Raises: ValueError with what is wrong with it.
     """
     match = ENTRY.fullmatch(entry)
     name = match["name"] if match else entry.partition(":")[0]
-    if name not in RECOMPUTABLE:
-        meant = [known for known, part in RECOMPUTABLE.items() if name in part.other_names]
-        raise ValueError(f'"{name}" is no part of a block; ' + (f'"{meant[0]}" is' if meant else _known()))
+    if name not in parts:
+        meant = [known for known, part in parts.items() if name in part.other_names]
+        raise ValueError(f'"{name}" is no part of a block; ' + (f'"{meant[0]}" is' if meant else _known(parts)))
     if match is None:
         raise ValueError(f'layers are written "{name}:8", the first eight, "{name}:-8", the last, or "{name}:4-11"')
     words, every = match["layers"], range(num_layers)
@@ -131,8 +141,8 @@ def parse_entry(entry: str, num_layers: int) -> tuple[str, frozenset[int]]:
     return name, frozenset(every[:number] if number > 0 else every[number:])
 
 
-def _known() -> str:
-    return "parts are " + ", ".join(RECOMPUTABLE)
+def _known(parts: Iterable[str]) -> str:
+    return "parts are " + ", ".join(parts)
 
 
 def entries_of(layers: Mapping[str, Iterable[int]], num_layers: int) -> tuple[str, ...]:

@@ -134,6 +134,8 @@ SPELLINGS = {
     "parallel.tp_comm_overlap": "enable_async_tensor_parallel",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     'parallel.overlap (true -> "microbatch")': "overlap_moe_expert_parallel_comm",
+    "memory.offload (parts of a block)": "offload_modules fine_grained_activation_offloading cpu_offload_activations "
+    "activation_offloading enable_activation_offloading",
     "memory.recompute": "recompute_granularity recompute_modules activation_checkpoint.mode",
     'memory.recompute (true -> "block")': "gradient_checkpointing activation_checkpointing use_gradient_checkpointing "
     "recompute_activations activation_checkpoint",
@@ -272,8 +274,8 @@ ABSENT = {
     "moe_use_legacy_grouped_gemm use_liger_kernel",
     "parameters, gradients and moments are always sharded over parallel.dp_shard": "use_distributed_optimizer "
     "overlap_grad_reduce overlap_param_gather ddp_bucket_size zero3_save_16bit_model",
-    'weights are not offloaded; memory.recompute, precision.moments = "fp8" and more ranks save memory': "cpu_offload "
-    "enable_cpu_offload offload_param fsdp_offload_params cpu_offloading",
+    'weights stay on the GPU; memory.recompute, memory.offload, precision.moments = "fp8" and more ranks save '
+    "memory": "cpu_offload enable_cpu_offload offload_param fsdp_offload_params cpu_offloading",
     "weights are gathered in the dtype of precision.compute": "enable_fsdp_float8_all_gather",
     "models have no dropout": "dropout hidden_dropout attention_dropout attn_dropout resid_dropout embd_pdrop "
     "moe_input_jitter_eps",

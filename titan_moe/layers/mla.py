@@ -44,6 +44,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_up = nn.Linear(a.kv_lora_rank, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), bias=False)
         self.out = nn.Linear(a.num_heads * a.v_head_dim, width, bias=False)
         self.gather_keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keys_of_own_tokens
+        self.attend: Callable[[Tensor, Tensor, Tensor, Context, float], Tensor] = causal_attention
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
@@ -68,4 +69,4 @@ class MultiHeadLatentAttention(nn.Module):
 
     def core(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context) -> Tensor:
         """Attention itself and the output projection: -> [B, N, D]."""
-        return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))
+        return self.out(self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

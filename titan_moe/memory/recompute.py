@@ -9,7 +9,7 @@ of rows are. `block` repeats whole blocks, dispatch and combine included. Its ro
 bytes a choice: logits that differ in their last bits between the two forwards would send tokens elsewhere.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -31,6 +31,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.router import TopKRouter
 from titan_moe.memory.repeated_outputs import RepeatedOutputs
+from titan_moe.memory.saved_tensors import Scope
 
 WAY_OUT = 'memory.recompute = "block" keeps it for the tokens of a block\'s first argument; take "experts" or "none"'
 """For a user's block that its routers' choices do not fit."""
@@ -40,17 +41,19 @@ DETERMINISTIC = (Block, GroupedExperts, GroupedQueryAttention, MultiHeadLatentAt
 """Modules without random numbers. A user's block may have dropout."""
 
 
-def parts_of(block: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module, str]]:
-    """What is computed again of a block: name, the module that owns it, and its method. Parts that the block does not
+def parts_of(
+    block: nn.Module, names: Sequence[str], parts: Mapping[str, Any] = RECOMPUTABLE
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """The named parts of a block: name, the module that owns it, and its method. Parts that the block does not
     have are left out. A user's block may have its experts anywhere."""
     roots: list[Any] = [block]
     if not hasattr(block, "feed_forward"):
         with_experts = (it for it in block.modules() if isinstance(getattr(it, "experts", None), GroupedExperts))
         roots += [SimpleNamespace(feed_forward=layer) for layer in with_experts]
     for name in names:
-        if not RECOMPUTABLE[name].paths:
+        if not parts[name].paths:
             yield name, block, "forward"
-        for root, path in product(roots, RECOMPUTABLE[name].paths):
+        for root, path in product(roots, parts[name].paths):
             parent, _, last = path.rpartition(".")
             owner = root
             for step in filter(None, parent.split(".")):
@@ -68,8 +71,9 @@ def borders(model: nn.Module, recompute: Recompute) -> set[tuple[nn.Module, str]
     return {(module.out, "forward") if name == "attention" else (module, method) for name, module, method in parts}
 
 
-def apply(model: nn.Module, recompute: Recompute) -> None:
-    """Replace methods of the blocks' modules by those that keep less. Parameter names do not change.
+def apply(model: nn.Module, recompute: Recompute, scopes: Mapping[str, Scope] | None = None) -> None:
+    """Replace methods of the blocks' modules by those that keep less. Parameter names do not change. `scopes` are those
+    of the blocks by layer, if others use them too.
 
     Runs after compile: what is computed again then surrounds compiled code, which is exact on every supported version
     of torch.
@@ -77,7 +81,7 @@ def apply(model: nn.Module, recompute: Recompute) -> None:
     is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
     for layer, block in model.get_submodule("layers").named_children():  # of any class, also a user's
         parts = list(parts_of(block, recompute.names_of(int(layer))))
-        outputs = RepeatedOutputs()
+        outputs = RepeatedOutputs((scopes or {}).get(layer))
         for name, module, method in parts:
             if RECOMPUTABLE[name].how == "outputs":
                 setattr(module, method, outputs.of(getattr(module, method)))
@@ -86,7 +90,7 @@ def apply(model: nn.Module, recompute: Recompute) -> None:
             elif name != "block":
                 _checkpoint(module, method, is_frozen=is_frozen)
         if any(RECOMPUTABLE[name].how == "outputs" for name, *_ in parts):
-            block.forward = outputs.in_scope(block.forward)
+            outputs.scope.surround(block)
         if any(name == "block" for name, *_ in parts):
             _checkpoint(block, "forward", is_frozen=is_frozen)
 

@@ -27,6 +27,7 @@ from titan_moe.plan.cost.memory import (
     replica_bytes_per_rank,
     temporary_bytes_per_rank,
 )
+from titan_moe.plan.cost.offload import copied_bytes, host_bytes
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
 from titan_moe.plan.cost.roofline import sharding_bytes
 from titan_moe.plan.fit import warn_of_excess
@@ -61,6 +62,7 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         *_peak_itself(resolved),
         *_fit_rows(as_given, world_size, gpu, devices),
         *_recompute_rows(again),
+        *_offload_rows(resolved, devices),
         *_accumulation_rows(resolved),
         *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
@@ -250,6 +252,23 @@ def _recompute_rows(again: tuple[str, Choice] | None) -> list[tuple[str, str]]:
     device, choice = again
     first, *others = choice.lines()
     return _labelled("recompute", [f'"auto" on {device}: {first}', *others])
+
+
+def _offload_rows(resolved: Resolved, devices: list[str]) -> list[tuple[str, str]]:
+    """What the host keeps, and how long the copies take, on the rank that copies most."""
+    part = max(resolved.parts, key=copied_bytes)
+    if not (copied := copied_bytes(part)):
+        return []
+    lines = [
+        f"{max(map(host_bytes, resolved.parts)) / 2**30:.3g} GiB a rank in pinned memory of the host; "
+        f"{copied / 2**30:.3g} GiB a rank go there in a step, and come back"
+    ]
+    for device in devices:
+        if (hardware := find_hardware(device)) and resolved.recipe.run.device != "cpu":
+            rate, number = hardware.host_bytes_per_second, resolved.recipe.run.ranks_per_gpu
+            seconds = f"{1e3 * number * copied / rate:,.3g} ms of copies in each direction"
+            lines.append(f"on {device} {seconds}, at {rate / 1e9:g} GB/s")
+    return _labelled("offload", lines)
 
 
 def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None, devices: list[str]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline import weight_grads
 from titan_moe.plan.pipeline.action import Action, Pair
-from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.parts import Part, offload_of_stages, parts_of
 from titan_moe.plan.pipeline.schedules import actions_of_recipe
 from titan_moe.plan.pipeline.slabs import ArenaSlabs, arena_slabs
 from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of
@@ -51,6 +51,7 @@ class Resolved:
     clones_pay_from = _derived(clones.clones_pay_from)
     loads = _derived(layer_loads)
     recompute = _derived(recompute_of)
+    offload = _derived(offload_of_stages)
     shared_bytes = _derived(memory.shared_bytes_per_rank)
     workspace_bytes = _derived(memory.workspace_bytes)
     splits_backward = _derived(weight_grads.splits_backward)

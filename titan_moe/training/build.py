@@ -18,7 +18,8 @@ from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.layers.forced_routing import force_load
 from titan_moe.layers.init import init_weights
-from titan_moe.memory import recompute
+from titan_moe.memory import offload, recompute
+from titan_moe.memory.saved_tensors import Scope
 from titan_moe.metrics import regions
 from titan_moe.metrics.table import measured
 from titan_moe.models.part import tied_weight
@@ -176,6 +177,7 @@ def build_parts(
         head_dim=recipe.model.attention.head_dim,
         is_deterministic=recipe.run.is_deterministic,
     )
+    copies = offload.copies_of(device)
     for part in parts:
         # experts leave the dense mesh before FSDP
         expert.apply(part, recipe.parallel, meshes, capacity, memory, nodes, replicas)
@@ -183,11 +185,13 @@ def build_parts(
         context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
         weight_grads.apply(part, queue, recipe.compile, device)  # delays those of what will not be compiled
-        borders = recompute.borders(part, resolved.recompute)
+        borders = recompute.borders(part, resolved.recompute) | offload.borders(part, resolved.offload)
         regional.apply(part, recipe.compile, device, borders)  # pieces: the hooks of FSDP stay outside the graphs
         if recipe.profile.start_step:
             regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones
-        recompute.apply(part, resolved.recompute)  # around compiled code
+        scopes = {layer: Scope() for layer, _ in part.get_submodule("layers").named_children()}
+        recompute.apply(part, resolved.recompute, scopes)  # around compiled code
+        offload.apply(part, resolved.offload, copies, scopes)
         fsdp.apply(part, resolved, meshes, replicas)  # outermost: gathers around compiled code
         part.to_empty(device=device)
         masters.apply(part, recipe.precision)

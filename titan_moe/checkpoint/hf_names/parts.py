@@ -23,6 +23,8 @@ def _read_rope(settings: Settings) -> Values:
     theta = parameters.pop("rope_theta", None) or settings["rope_theta"]
     kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
     parameters.pop("type", None)
+    if "partial_rotary_factor" in settings.values:  # outside of the table in older files
+        parameters.setdefault("partial_rotary_factor", settings["partial_rotary_factor"])
     for key, value in ROPE_NEUTRAL.items():
         if (found := parameters.pop(key, value)) != value:
             raise ValueError(f"{key} = {found!r} of the rotary embedding in config.json: only {value!r} is built here")

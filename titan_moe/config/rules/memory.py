@@ -1,9 +1,10 @@
-"""Rules about `[memory]`: what backward computes again, what rests on the host."""
+"""Rules about `[memory]`: what backward computes again, and what the host keeps for it."""
 
 from collections.abc import Iterator
 
 from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.offload import OFFLOADABLE, RECOMPUTED_INSTEAD, offload_of
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe
@@ -103,4 +104,33 @@ parked_states_exist = row(
     lambda r: r.memory.park == "states" and not r.precision.has_split_masters,
     "{memory.park} parks what bf16 weights lack of their masters, which {precision.master} does not have",
 )
+
+
+@rule("an entry is a part of a block whose inputs the host keeps, and layers", "memory.offload")
+def offloaded_parts_are_known(recipe: Recipe, world_size: int) -> Iterator[str]:
+    for entry in recipe.memory.offload:
+        try:
+            parse_entry(entry, recipe.model.num_layers, OFFLOADABLE)
+        except ValueError as error:
+            instead = RECOMPUTED_INSTEAD.get(entry.partition(":")[0])
+            answer = f'its input stays on the GPU, memory.recompute = "{instead}" frees it' if instead else error
+            yield f'memory.offload has "{entry}": {answer}'
+
+
+@rule("what is computed again is not kept, and a repeated block has its input itself", "memory.offload recompute")
+def offloaded_parts_are_kept(recipe: Recipe, world_size: int) -> Iterator[str]:
+    again, gone = recompute_of(recipe), offload_of(recipe)
+    for name, layers in gone.layers.items():
+        for other in OFFLOADABLE[name].recomputed:
+            if layers & again.of(other):
+                yield f'memory.offload has "{name}" and, of the same layers, memory.recompute has "{other}"'
+
+
+@rule("blocks run in pieces, without their own forward", "memory.offload parallel.overlap")
+def pieces_are_not_offloaded(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.parallel.overlap == "microbatch" and offload_of(recipe).layers:
+        entries = in_toml(recipe.memory.offload)
+        yield f'parallel.overlap = "microbatch" runs blocks in pieces, not memory.offload = {entries}'
+
+
 MEMORY_RULES = rules_in(globals())

@@ -12,19 +12,22 @@ class Hardware:
     bf16_flops: float  # peak dense FLOP/s, without sparsity
     memory_bytes_per_second: float  # peak bandwidth of its memory
     memory_gib: float  # that a process can allocate, rounded down
+    host_bytes_per_second: float
+    """Of copies to or from pinned memory, in one direction, while other GPUs of the host copy too. Measured on H100s,
+    where both directions at once take as long as one after the other; else by the generation of PCIe."""
     link_bytes_per_second: float  # peak bandwidth of NVLink in one direction; between nodes it is slower
 
 
 # The first entry whose words all occur is taken, so variants stand before their family.
 KNOWN_DEVICES = (
-    Hardware(("h200", "nvl"), 835e12, 4.8e12, 139, 450e9),
-    Hardware(("h200",), 989e12, 4.8e12, 139, 450e9),
-    Hardware(("h100", "nvl"), 835e12, 3.9e12, 93, 300e9),
-    Hardware(("h100", "pcie"), 756e12, 2.0e12, 79, 300e9),
-    Hardware(("h100",), 989e12, 3.35e12, 79, 450e9),
-    Hardware(("a100", "80gb"), 312e12, 2.0e12, 79, 300e9),
-    Hardware(("a100",), 312e12, 1.55e12, 39, 300e9),
-    Hardware(("b200",), 2250e12, 8.0e12, 178, 900e9),
+    Hardware(("h200", "nvl"), 835e12, 4.8e12, 139, 31e9, 450e9),
+    Hardware(("h200",), 989e12, 4.8e12, 139, 31e9, 450e9),
+    Hardware(("h100", "nvl"), 835e12, 3.9e12, 93, 31e9, 300e9),
+    Hardware(("h100", "pcie"), 756e12, 2.0e12, 79, 31e9, 300e9),
+    Hardware(("h100",), 989e12, 3.35e12, 79, 31e9, 450e9),
+    Hardware(("a100", "80gb"), 312e12, 2.0e12, 79, 16e9, 300e9),
+    Hardware(("a100",), 312e12, 1.55e12, 39, 16e9, 300e9),
+    Hardware(("b200",), 2250e12, 8.0e12, 178, 31e9, 900e9),
 )
 
 

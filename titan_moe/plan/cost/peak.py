@@ -40,8 +40,9 @@ from titan_moe.plan.cost.memory import (
     temporary_bytes_per_rank,
     window_bytes,
 )
+from titan_moe.plan.cost.offload import sent_bytes
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes
-from titan_moe.plan.pipeline.parts import Part
+from titan_moe.plan.pipeline.parts import LAYERS_UNDER_WAY, Part
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 
 CHOICE_BYTES = 4
@@ -60,6 +61,7 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     parameters = parameters_of(part)
     gradients = parameters * gradient
     state = state_bytes(part) - gradients
+    sent = sent_bytes(recipe)
     arena = arena_bytes_per_rank(recipe, capacity_factor, part.slabs) if part.has_arena(experts) else 0
     # what FSDP gathers for all of forward and backward, and reduces after it
     of_root = (count["embedding"] + count["head"]) / recipe.parallel.tp
@@ -71,7 +73,7 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     num_kept = _num_kept(part, experts)
 
     begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
-    begin += delayed + num_kept * of_one + max(loss, temporary)
+    begin += delayed + num_kept * of_one + sum(sent[-LAYERS_UNDER_WAY:]) + max(loss, temporary)
     if not is_first:  # sums of the microbatches before; unsharded ones are gathered
         begin += gradients if not is_once else experts_per_rank(recipe) * gradient if has_copies else 0
 
@@ -79,7 +81,7 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.parameters else 0
     accumulated = reduce if is_once and not is_first else 0
     end = gradients + delayed + temporary + copies + of_root * (compute + accumulated)
-    end += max(num_kept - 1, 0) * of_one  # of the others in flight
+    end += max(num_kept - 1, 0) * of_one + sum(sent[:LAYERS_UNDER_WAY])  # of the others in flight, and on the way back
     reductions = copies + of_root * (reduce + (accumulated or compute))
     after = gradients + max(reductions, flat_copy_bytes(part), window_bytes(part))
     if recipe.compile.cudagraph == "off":
@@ -108,7 +110,7 @@ def _num_kept(part: Part, experts: str) -> float:
 
 
 def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused", capacity_factor: float = 1.0) -> int:
-    """Count the bytes that all blocks of a recipe keep of a microbatch for backward, without the arena."""
+    """Count the bytes that all blocks of a recipe keep of a microbatch on the GPU, without the arena."""
     return _activation_bytes(recipe, capacity_factor, has_arena=has_arena(recipe, experts))
 
 
@@ -126,7 +128,8 @@ def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
             of_token -= elements * len(again.layers.get(name, frozenset()).intersection(module.layers) - blocks)
     choices = sum(layer >= m.num_layers - m.num_moe_layers for layer in blocks) * m.moe.top_k * CHOICE_BYTES
     of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
-    return round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element + choices * num_tokens
+    kept = round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element + choices * num_tokens
+    return kept - sum(sent_bytes(recipe))
 
 
 def _delayed_bytes(part: Part, capacity_factor: float, experts: str) -> int:

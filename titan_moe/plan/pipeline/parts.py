@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules, why_kept
 from titan_moe.config.modules import modules_of
+from titan_moe.config.offload import offload_of
 from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.recompute import entries_of, recompute_of
+from titan_moe.config.recompute import PartsByLayer, entries_of, recompute_of
 from titan_moe.plan.cost.count import ParameterCount
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.schedules import Measure, measure_rank
@@ -17,6 +18,9 @@ from titan_moe.plan.pipeline.simulation import max_before_backward, max_delayed,
 from titan_moe.plan.pipeline.slabs import ArenaSlabs, arena_slabs, few_microbatches
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.pipeline.weight_grads import obstacle_of, splits_backward
+
+LAYERS_UNDER_WAY = 2
+"""Layers whose tensors are on a GPU on their way to the host, or back (memory/host_copies.py)."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,28 @@ def _precision_of(recipe: Recipe, layers: list[int]) -> PrecisionConfig:
 
 
 def _memory_of(recipe: Recipe, layers: list[int]) -> MemoryConfig:
-    """What is computed again of some layers, by their numbers among these alone."""
-    again = recompute_of(recipe).layers
-    own = {name: [layers.index(layer) for layer in layers if layer in chosen] for name, chosen in again.items()}
-    return replace(recipe.memory, recompute=entries_of(own, len(layers)))
+    """What is computed again of some layers, and what the host keeps, by their numbers among these alone."""
+
+    def own(parts: PartsByLayer) -> tuple[str, ...]:
+        numbers = {
+            name: [layers.index(layer) for layer in layers if layer in chosen] for name, chosen in parts.layers.items()
+        }
+        return entries_of(numbers, len(layers))
+
+    return replace(recipe.memory, recompute=own(recompute_of(recipe)), offload=own(offload_of_stages(recipe)))
+
+
+def offload_of_stages(recipe: Recipe) -> PartsByLayer:
+    """What the host keeps of a recipe. Without a pipeline the last layers keep their tensors, which would not have left
+    before backward. With one, the inputs of stages stay, to return their gradients."""
+    offload, p, number = offload_of(recipe), recipe.parallel, recipe.model.num_layers
+    if p.pp == 1:
+        first = range(number - LAYERS_UNDER_WAY)
+        return PartsByLayer({name: layers.intersection(first) for name, layers in offload.layers.items()})
+    if "block" not in offload.layers:
+        return offload
+    inputs = {layer for stage in stages_of(recipe) if "embed" not in stage for layer in _layers(stage)[:1]}
+    return PartsByLayer({**offload.layers, "block": offload.layers["block"] - inputs})
 
 
 def _layers(names: Iterable[str]) -> list[int]:
