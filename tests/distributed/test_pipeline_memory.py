@@ -17,6 +17,7 @@ from torch import Tensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import MemoryConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import backward as symm_mem_backward
 from titan_moe.kernels.experts.arena import Arena
@@ -59,6 +60,16 @@ def test_pipelines_share_memory_and_train_as_one_process(
     answers = ranks(4, over_memory.on_files, str(tmp_path), "one_loss", "train", candidate, -1, 1)
     for trace in joined(answers):
         one_loss.assert_same(trace, one_loss.Trace(**alone), 1e-9)
+
+
+def test_experts_of_one_stage_are_computed_again(ranks: Any, tmp_path: Path) -> None:
+    """All of the first stage, which needs no slab then; the second keeps its rows in some."""
+    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 3), -1, 1)[0]
+    bounded = replace(PP2_EP2, expert_rank_capacity_factor=4.0)
+    candidate = over_memory.with_fused_experts(bounded, memory=MemoryConfig(("experts:1-1",)))
+    answers = ranks(4, over_memory.on_files, str(tmp_path), "one_loss", "train", deep(candidate, 3), -1, 1)
+    for trace in joined(answers):
+        one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
 
 
 def train_in_slabs(candidate: Recipe) -> tuple[dict[str, Any], tuple[int, set[int], int, set[int]], int, int]:

@@ -29,7 +29,10 @@ PRIVATE_NAMES: dict[str, Seen] = {
     "torch.optim.lr_scheduler.LRScheduler._last_lr": TORCH,
     "torch.utils._python_dispatch.TorchDispatchMode": TORCH,
     "torch.utils._pytree.tree_flatten": TORCH,
+    "torch.Tensor._base": TORCH,
+    "torch.UntypedStorage._cdata": TORCH,
     "torch.utils._pytree.tree_leaves": TORCH,
+    "torch.utils._pytree.tree_map": TORCH,
     "torch.utils._pytree.tree_unflatten": TORCH,
     # attention with the log-sum-exp of its scores
     f"{_ATTENTION}_cudnn_attention": TORCH,

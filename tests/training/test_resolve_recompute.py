@@ -17,11 +17,11 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A machine with eight GPUs of a name, of 80 GiB each."""
+    """A machine with eight GPUs of a name, of 80 GiB each, or 140."""
     monkeypatch.setattr(resolve_recompute, "device_name", lambda _: request.param)
     monkeypatch.setattr(resolve_recompute.dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(resolve_recompute, "run_on_rank_zero", lambda choose: choose())
-    properties = type("Properties", (), {"total_memory": 80 * 2**30})
+    properties = type("Properties", (), {"total_memory": (140 if "H200" in request.param else 80) * 2**30})
     monkeypatch.setattr(resolve_recompute.torch.cuda, "get_device_properties", lambda _: properties)
 
 

@@ -9,8 +9,7 @@ from titan_moe.config.recipe import Recipe
 def has_arena(recipe: Recipe, experts: str) -> bool:
     """Whether an arena keeps the rows that backward needs, with this implementation of the experts.
 
-    There is no arena if only experts are recomputed, from rows that were received before: with an arena these rows
-    would be sent again. There is none either if only some layers have rows in fp8: all rows of an arena have one size.
+    There is none if only some layers have rows in fp8: all rows of an arena have one size.
     """
     return _can_have_arena(recipe, experts) and len(expert_formats(recipe)) == 1
 

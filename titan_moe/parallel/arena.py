@@ -29,9 +29,9 @@ def give_arena(
     are the stages of this rank. The arena has as many slabs as microbatches are in flight in them, and as many delayed
     ones as wait for weight gradients.
 
-    If experts or blocks are recomputed, the backward of a layer directly follows its recomputed forward, and the arena
-    holds one layer. So there is no arena if a recomputed block has several MoE layers, or a MoE layer is outside of
-    blocks.
+    Layers whose experts are recomputed need no slab. If blocks are, the backward of a layer directly follows its
+    recomputed forward, and the arena holds one layer. So there is no arena if a recomputed block has several MoE
+    layers, or a MoE layer is outside of blocks.
     """
     recipe, layers = resolved.recipe, [module for module in model.modules() if isinstance(module, MoE)]
     mlps = [moe.experts.mlp for moe in layers]
@@ -64,7 +64,7 @@ def give_arena(
     loads = resolved.loads._replace(num_layers=slabs.num_layers, num_hidden_layers=slabs.num_hidden_layers)
     capacity.use_arena(arena, loads)
     for part in parts:
-        if count_moe_layers(part):  # a forward of another part would overwrite a slab
+        if count_moe_layers(part, again.of("experts")):  # a forward of another part would overwrite a slab
             part.register_forward_pre_hook(lambda *_: capacity.start_forward())
 
 

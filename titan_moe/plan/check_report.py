@@ -46,7 +46,8 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
     devices = [gpu] if gpu else gpus_here() or list(read_tables())
     as_given, recipe = recipe, resolve_clones(recipe, world_size)
     again = _recompute(recipe, world_size, devices)
-    resolved = Resolved(with_entries(recipe, again[1].entries) if again else recipe, world_size)
+    recipe = resolve_clones(with_entries(recipe, again[1].entries) if again else recipe, world_size)
+    resolved = Resolved(recipe, world_size)
     recipe = resolved.recipe
     rows = [
         ("model", _shape(recipe)),
@@ -169,7 +170,8 @@ def _clones(as_given: Recipe, resolved: Resolved) -> list[tuple[str, str]]:
     if not as_given.parallel.has_clones:
         return []
     if not resolved.num_clones:
-        return [("clones", f'"auto" means "off": {why_no_clones(as_given, resolved.world_size)}')]
+        wanted = with_entries(as_given, resolved.recipe.memory.recompute)
+        return [("clones", f'"auto" means "off": {why_no_clones(wanted, resolved.world_size)}')]
     gib = replica_bytes_per_rank(resolved.recipe) / 2**30
     slots = f"{counted(resolved.num_clones, 'replica slot')} of a rank in each layer"
     used = f"used while the busiest rank has more than {resolved.clones_pay_from:.3g} times the mean load"
@@ -282,7 +284,7 @@ def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None, devices: list[st
             """GiB of the peak, of all ranks on a GPU."""
             changed = resolve_clones(changed, num_ranks)
             if again := _recompute(changed, num_ranks, [device]):
-                changed = with_entries(changed, again[1].entries)
+                changed = resolve_clones(with_entries(changed, again[1].entries), num_ranks)
             return changed.run.ranks_per_gpu * _peak_gib(Resolved(changed, num_ranks))
 
         lines += warn_of_excess(recipe, world_size, need, [device])

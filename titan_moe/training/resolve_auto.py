@@ -21,14 +21,14 @@ logger = logging.getLogger("titan_moe")
 
 def resolve_auto(recipe: Recipe, device: torch.device) -> Recipe:
     """Resolve `precision.backend`, `perf.kernels`, `parallel.expert_clones` and `memory.recompute`.
-    (`expert_rank_capacity_factor` follows
-    the load of a run.)
+    (`expert_rank_capacity_factor` follows the load of a run.)
 
     Raises: RecipeError if the device has no matrix units for a format.
     """
     recipe = resolve_formats(recipe, device)  # first: emulated experts exclude kernels
     recipe = resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
-    return resolve_recompute(recipe, device)  # last: by the memory that the rest needs
+    recipe = resolve_recompute(recipe, device)  # by the memory that the rest needs
+    return resolve_clones(recipe, dist.get_world_size())  # which whole blocks exclude
 
 
 def resolve_formats(recipe: Recipe, device: torch.device) -> Recipe:

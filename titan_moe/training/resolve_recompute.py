@@ -41,10 +41,9 @@ def resolve_recompute(recipe: Recipe, device: torch.device) -> Recipe:
 
 def hardware_of(device: torch.device) -> Hardware:
     """What is known of a device, with the memory that it has."""
-    known = find_hardware(device_name(device))
-    if known is not None:
-        return known
     gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if (known := find_hardware(device_name(device))) is not None:
+        return replace(known, memory_gib=min(known.memory_gib, gib))  # less of it where a GPU is partitioned
     unknown = find_hardware(UNKNOWN)
     assert unknown is not None
     return replace(unknown, memory_gib=gib)

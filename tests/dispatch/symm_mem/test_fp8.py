@@ -151,4 +151,5 @@ def test_gpus_of_an_arena_keep_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int,
 @fused.with_gpus
 def test_gpus_of_an_arena_keep_scales_of_blocks(ranks_of_a_size: Any, num_ranks: int) -> None:
     ways = tuple(in_arena.WAYS)
-    in_arena.check_ways(ranks_of_a_size(num_ranks, ways_in_blocks, None, ways, True, 0, FusedMLP(FP8_BLOCKWISE)))
+    answers = ranks_of_a_size(num_ranks, ways_in_blocks, None, ways, True, 0, FusedMLP(FP8_BLOCKWISE))
+    in_arena.check_ways(answers, again=1e-2)

@@ -15,7 +15,7 @@ from torch import nn
 from titan_moe.config import Recipe
 from titan_moe.config.kernels import PRESETS
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, PerfConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.dispatch import capacity
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
@@ -86,12 +86,12 @@ EP2 = {"ep": 2, "dispatcher": "alltoall"}
 LOOP, LOOPS, ZBV, _ = (replace(schedule, pp=2) for schedule in SCHEDULES.values())
 GATHERED = replace(LOOP, ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0)
 CASES: dict[str, tuple[Any, ...]] = {
-    "1f1b_recompute": ("mla", "block", -1, GATHERED),
-    "interleaved_tp": ("mla-latent-gate", "none", -1, replace(LOOPS, tp=2)),
-    "zbv_tied_recompute": ("gqa-tied", "experts", -1, ZBV),
-    "zbv_tied_skew_recompute": ("gqa-tied", "experts", 4, replace(ZBV, **EP2)),
-    "pairs": ("gqa", "none", -1, pipelines.PAIRS),
-    "overflow": ("gqa", "none", 4, replace(GATHERED, expert_rank_capacity_factor=BOUND)),
+    "1f1b_recompute": ("mla", MemoryConfig(("block",)), -1, GATHERED),
+    "interleaved_tp": ("mla-latent-gate", MemoryConfig(), -1, replace(LOOPS, tp=2)),
+    "zbv_tied_recompute": ("gqa-tied", MemoryConfig(("norms", "dense_mlp")), -1, ZBV),
+    "zbv_tied_skew_recompute": ("gqa-tied", MemoryConfig(("norms", "dense_mlp")), 4, replace(ZBV, **EP2)),
+    "pairs": ("gqa", MemoryConfig(), -1, pipelines.PAIRS),
+    "overflow": ("gqa", MemoryConfig(), 4, replace(GATHERED, expert_rank_capacity_factor=BOUND)),
 }
 WITH_AUTOGRAD_GRAPHS = {"1f1b_recompute", "pairs"}
 """Those whose graphs are also made for backward; of the others Dynamo makes the graphs, and they run as they

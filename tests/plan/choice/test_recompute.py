@@ -93,7 +93,7 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
 @pytest.mark.parametrize("name", ON_EIGHT)
 def test_no_set_of_whole_parts_is_cheaper(name: str) -> None:
     """By all sets, at limits between the lowest peak and that with nothing computed again."""
-    recipe = load_recipe(RECIPES / f"{name}.toml")
+    recipe = load_recipe(RECIPES / f"{name}.toml", ["--parallel.expert_clones=off"])
     search, sets = _Search(recipe, 8, gpu("NVIDIA H100")), []
     for chosen in itertools.product((False, True), repeat=len(RECOMPUTABLE)):
         names = [part for part, is_chosen in zip(RECOMPUTABLE, chosen, strict=True) if is_chosen]
@@ -150,3 +150,14 @@ def test_the_choice_for_61_layers_on_16_pipeline_ranks_takes_less_than_half_a_se
         return time.process_time() - start
 
     assert recipe.parallel.pp == 16 and any(seconds() < 0.5 for _ in range(3))
+
+
+def test_weights_with_clones_behind_them_are_kept() -> None:
+    """Casts that are made again have no clones."""
+    with_clones = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--train.micro_batch_sequences=2"])
+    without = replace(with_clones, parallel=replace(with_clones.parallel, expert_clones="off"))
+    assert with_clones.parallel.has_clones
+    chosen = [
+        of_entries(choose_recompute(recipe, 8, gpu("NVIDIA H100")).entries, 48) for recipe in (with_clones, without)
+    ]
+    assert ["expert_weights" in again.layers for again in chosen] == [False, True]

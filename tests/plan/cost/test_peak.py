@@ -246,6 +246,8 @@ def test_room_of_an_arena_is_between_the_worst_case_of_one_layer_and_of_all() ->
     assert loads.largest_factor(1, 2, 63 + 240) == 1.5
     assert loads.largest_factor(1, 2, 64 + 640) == math.inf and loads.largest_factor(1, 2, 10) == 0.0
     assert loads._replace(num_layers=0).largest_factor(1, 2, 10) == math.inf, "a pipeline stage without experts"
+    without_hidden = loads._replace(num_hidden_layers=0)
+    assert without_hidden.room(math.inf) == (64, 0) and without_hidden.largest_factor(1, 2, 10) == 0
 
 
 def test_microbatches_in_flight_are_in_the_peak_of_a_pipeline_rank() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.recompute import recompute_of
+from titan_moe.config.recompute import RECOMPUTABLE, recompute_of
 from titan_moe.config.rules.rule import rule
 
 
@@ -24,8 +24,9 @@ def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             'parallel.cp_kind = "ring" overlaps point-to-point messages with its kernels, which has not been tested in '
             "a capture"
         )
-    if "block" in recompute_of(recipe).layers and recipe.model.class_ != ModelConfig.class_:
-        yield (
-            f'memory.recompute = "block" saves the random state on the host around blocks of model.class = '
-            f'"{recipe.model.class_}", which may draw random numbers'
-        )
+    for name in recompute_of(recipe).layers if recipe.model.class_ != ModelConfig.class_ else ():
+        if RECOMPUTABLE[name].how == "checkpoint":
+            yield (
+                f'memory.recompute = "{name}" saves the random state on the host around parts of model.class = '
+                f'"{recipe.model.class_}", which may draw random numbers'
+            )

@@ -37,7 +37,14 @@ def recomputed_parts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
         "qkv_rope": ("attention of kind gqa with qk_norm", attention.kind == "gqa" and attention.qk_norm),
         "mla_up": ("attention of kind mla", attention.kind == "mla"),
         "dense_mlp": ("dense layers among its own", bool(again.layers.get("dense_mlp", of_moe) - of_moe)),
-        "shared_experts": ("shared experts", bool(model.moe.shared_ffn_hidden_size and of_moe)),
+        "shared_experts": (
+            "layers with shared experts among its own",
+            bool(model.moe.shared_ffn_hidden_size and again.layers.get("shared_experts", of_moe) & of_moe),
+        ),
+        "expert_weights": (
+            "layers with experts among its own",
+            bool(again.layers.get("expert_weights", of_moe) & of_moe),
+        ),
         "moe_act": ("layers with experts among its own", bool(again.layers.get("moe_act", of_moe) & of_moe)),
         "experts": ("layers with experts among its own", bool(again.layers.get("experts", of_moe) & of_moe)),
     }

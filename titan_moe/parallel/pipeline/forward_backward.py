@@ -70,7 +70,9 @@ class Pipeline:
         self.runs_in_pieces = p.overlap == "microbatch"
         self.reduces_at_the_end = queue is not None
         """Gradients of a stage, after its last action; else in its last backward."""
-        self.stages_with_experts = frozenset(stage for stage, part in self.stages.items() if count_moe_layers(part))
+        without_rows = resolved.recompute.of("experts")
+        with_rows = (stage for stage, part in self.stages.items() if count_moe_layers(part, without_rows))
+        self.stages_with_experts = frozenset(with_rows)
         self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
         self.rehearsals = Rehearsals(resolved, capacity)
 

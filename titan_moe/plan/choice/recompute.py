@@ -129,7 +129,10 @@ class _Search:
             over = [rank for rank, gib in enumerate(peaks) if gib > self.limit]
             if not over or name in without:
                 continue
-            chosen[name] = frozenset[int]().union(*(self._layers(name, rank) for rank in over))
+            layers = frozenset[int]().union(*(self._layers(name, rank) for rank in over))
+            if not layers:
+                continue
+            chosen[name] = layers
             peaks = self.gib(chosen)
             if max(peaks) <= self.limit:
                 return self._fewest(chosen, name)
@@ -147,7 +150,8 @@ class _Search:
         for name in RECOMPUTABLE:
             layers = self._layers(name)
             is_unseen = name in ("moe_act", "experts") and count_packed_experts(self.recipe) > 0  # in fp8, on GPUs
-            if name == "block" or is_unseen or not layers or not self._is_allowed({name: layers}):
+            overwrites_clones = name == "expert_weights" and self.recipe.parallel.has_clones
+            if name == "block" or is_unseen or overwrites_clones or not layers or not self._is_allowed({name: layers}):
                 continue
             freed = max(was - now for was, now in zip(before, self.gib({name: layers}), strict=True))
             if freed > 0.01:
@@ -221,7 +225,7 @@ class _Search:
         of_memory = MEMORY_SHARE * hardware.memory_bytes_per_second
         of_token = gemms / (GEMM_SHARE * hardware.bf16_flops) + passes / of_memory
         seconds = microbatches * (of_token * microbatch_tokens(recipe) + weights / (2 * of_memory))
-        if name == "experts":  # rows are got again, half of them beside a GEMM
+        if name == "experts" and recipe.parallel.facts.shares_memory_of_ep:  # rows are got again, half beside a GEMM
             rows = layer_loads(recipe).rows * m.num_moe_layers * m.expert_width * element
             seconds += microbatches * rows / (2 * LINK_SHARE * hardware.link_bytes_per_second)
         return 1e3 * seconds / sizes.pp

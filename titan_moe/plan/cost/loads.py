@@ -59,7 +59,7 @@ class LayerLoads(NamedTuple):
 
 
 def _limit(number: float, worst: int, num_layers: int) -> int:
-    return math.ceil(min(max(number, worst), num_layers * worst))
+    return math.ceil(min(max(number, worst), num_layers * worst)) if num_layers else 0
 
 
 def layer_loads(recipe: Recipe) -> LayerLoads:

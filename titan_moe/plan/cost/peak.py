@@ -208,7 +208,8 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     copied = sent or microbatch_tokens(recipe)
     share = 1 - without_hidden / max(kept, 1)
     plain, codes = sent * width + share * slots * hidden, (copied * width + share * slots * hidden) / 2
-    return round((kept - native) * plain + native * codes + repeated * sent * width)
+    received = 0 if p.facts.shares_memory_of_ep else sent * width  # else experts get rows again
+    return round((kept - native) * plain + native * codes + repeated * received)
 
 
 def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
