@@ -4,9 +4,10 @@ Of a checkpoint nothing is kept but its inputs (arXiv:1604.06174). Of other part
 saves one for backward, in the same block, saves how to make it again, and the part keeps what its own backward needs.
 Which reader saves it does not matter: linear layers in any format, attention, the router, a dispatcher.
 
-`experts` computes only the expert MLPs again. No collective is repeated; with `overlap = "tile"` the experts' own reads
-of rows are. `block` repeats whole blocks, dispatch and combine included. Its routers keep their choice of experts, 4
-bytes a choice: logits that differ in their last bits between the two forwards would send tokens elsewhere.
+Fused experts keep rows alone (`moe_act`), or nothing (`experts`): over symmetric memory they get their rows again, and
+no sum is repeated. Other experts are checkpoints, from rows that were received. `block` repeats whole blocks, dispatch
+and combine included. Its routers keep their choice of experts, 4 bytes a choice: logits that differ in their last bits
+between the two forwards would send tokens elsewhere.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

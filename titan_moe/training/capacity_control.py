@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_moe.plan.choice.recompute import USABLE_SHARE
 from titan_moe.training.controller import Changes, Controller
 from titan_moe.training.peak_memory import PeakMemory
 
@@ -29,7 +30,7 @@ MANY_OVERFLOWS = 4
 """The bound is lifted after this number of recent overflows: the load changes too fast to follow."""
 QUIET_STEPS = 500
 """The factor shrinks if this number of steps needed less."""
-RESERVED_SHARE = 0.03
+RESERVED_SHARE = 1 - USABLE_SHARE
 """Fraction of a GPU's memory that is left for fragmentation and workspaces."""
 MANY_RERUNS, MANY_RERUNS_SHARE = 10, 0.03
 """At the tenth rerun of a fixed bound, if reruns are more than this share of all steps, it costs more than it saves."""

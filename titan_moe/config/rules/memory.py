@@ -41,13 +41,9 @@ def recomputed_parts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
             "layers with shared experts among its own",
             bool(model.moe.shared_ffn_hidden_size and again.layers.get("shared_experts", of_moe) & of_moe),
         ),
-        "expert_weights": (
-            "layers with experts among its own",
-            bool(again.layers.get("expert_weights", of_moe) & of_moe),
-        ),
-        "moe_act": ("layers with experts among its own", bool(again.layers.get("moe_act", of_moe) & of_moe)),
-        "experts": ("layers with experts among its own", bool(again.layers.get("experts", of_moe) & of_moe)),
     }
+    for name in ("expert_weights", "moe_act", "experts"):
+        needs[name] = "layers with experts among its own", bool(again.of(name) & of_moe)
     for name in again.layers:
         need, is_met = needs.get(name, ("", True))
         if not is_met:

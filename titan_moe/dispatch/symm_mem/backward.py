@@ -1,4 +1,4 @@
-"""The backward of the expert MLP over symmetric memory (symm_mem_mlp.py), and its wiring to autograd.
+"""The backward of the expert MLP over symmetric memory (mlp.py), and its wiring to autograd.
 
 P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · R expert slots ·
 D width · F hidden width
@@ -57,14 +57,14 @@ class Backward(NamedTuple):
     ) -> "Backward":  # fmt: skip
         x_SW, hidden, base, *of_slots = kept
         peers = peers_of(plan, memory, peer_ptrs_P, rank, FORMATS[format], Sizes(*sizes), like_TD)
-        sizes_of = peers.sizes
+        needs = peers.sizes
         rows = Kept(x_SW, hidden, None)
-        if (arena := sizes_of.kept_in()) is not None:
+        if (arena := needs.kept_in()) is not None:
             rows = Kept(arena.rows_AW, arena.hidden_BH, base)
             arena.verify(base)
-        if sizes_of.keeps == Keep.NOTHING:
-            rows = rows._replace(x_SW=x_SW.new_empty(sizes_of.max_rows, x_SW.shape[1]))
-        if sizes_of.keeps < Keep.ALL:
+        if needs.keeps == Keep.NOTHING:
+            rows = rows._replace(x_SW=x_SW.new_empty(needs.max_rows, x_SW.shape[1]))
+        if needs.keeps < Keep.ALL:
             rows = rows._replace(hidden=peers.new_hidden(weights[1].shape[2]))
         work = peers.schedule(ExpertSlots(*of_slots))
         return Backward(peers.format.passes(weights), peers, work, rows)
@@ -88,14 +88,14 @@ class Backward(NamedTuple):
         peers.put_sums(partial(passes.d_up, gradients), work)
         return dy_SW, gradients
 
-    def sum_gradients(self) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's rows and scores, from what all ranks have put."""
-        peers = self.peers
-        peers.barrier()
-        sent_mask_TP = peers.plan.sent_mask_TP
-        dx_TD = sum_partial_results(sent_mask_TP, peers.arrays.rows)
-        ids_TK, num_local_experts = peers.ids_TK.contiguous(), peers.sizes.num_local_experts
-        return dx_TD, pick_scores(ids_TK, sent_mask_TP, peers.arrays.scores, num_local_experts)
+
+def _sum_gradients(peers: Peers) -> tuple[Tensor, Tensor]:
+    """Gradients of this rank's rows and scores, from what all ranks have put."""
+    peers.barrier()
+    sent_mask_TP = peers.plan.sent_mask_TP
+    dx_TD = sum_partial_results(sent_mask_TP, peers.arrays.rows)
+    ids_TK, num_local_experts = peers.ids_TK.contiguous(), peers.sizes.num_local_experts
+    return dx_TD, pick_scores(ids_TK, sent_mask_TP, peers.arrays.scores, num_local_experts)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_backward", mutates_args=())
@@ -116,13 +116,13 @@ def backward(
     elif keeps < Keep.ALL:
         passes.up(rows.x_SW, Work(work.slots, work.tiles), rows.hidden, rows.base)
     dy_SW, gradients = run.put_gradients(dy_TD)
-    hidden = rows.hidden if peers.format.dw_reads_hidden else None
-    run, rows = run._replace(rows=Kept(rows.x_SW, dy_SW, rows.base)), rows._replace(hidden=dy_SW)  # else it is freed
+    x_SW, base, hidden = rows.x_SW, rows.base, rows.hidden if peers.format.dw_reads_hidden else None
+    del run, rows  # and with them hidden states that were made again
     if is_trained:
-        grads = peers.format.dw(dy_SW, rows.x_SW, work.slots, work.tiles, gradients, hidden, rows.base)
+        grads = peers.format.dw(dy_SW, x_SW, work.slots, work.tiles, gradients, hidden, base)
     else:
         grads = dy_SW.new_empty(0), dy_SW.new_empty(0)
-    return *run.sum_gradients(), *grads
+    return *_sum_gradients(peers), *grads
 
 
 @backward.register_fake
@@ -152,7 +152,7 @@ def backward_input(
         base = arena.delay(run.rows.base)
         delayed = Delayed(arena.dy_CW, arena.dactive_GF, base)
     run.put_gradients(dy_TD, delayed)
-    dx_TD, dscores_TK = run.sum_gradients()
+    dx_TD, dscores_TK = _sum_gradients(run.peers)
     if arena is not None:
         dy_SW, dactive = (tensor.new_empty(0, tensor.shape[1]) for tensor in (arena.dy_CW, arena.dactive_GF))
     return dx_TD, dscores_TK, dy_SW, dactive, base

@@ -4,7 +4,7 @@ P ranks of the group · T tokens on each of them · K choices · S rows that a r
 e experts on this rank · D width
 
 The dispatcher hands the experts this rank's own rows and the plan of the exchange; the experts' MLP and both exchanges
-are one operation (symm_mem_mlp.py). With overlap, thread blocks of the experts' first GEMM get rows in the order in
+are one operation (mlp.py). With overlap, thread blocks of the experts' first GEMM get rows in the order in
 which its tiles need them, and sums of the last GEMM are put as soon as their slots are done, or after it if rows have
 many slots. Backward gets gradients of results and puts those of rows beside its two GEMMs in the same way. Exposed are
 the plan, the assignments, the first tiles' rows and the last tiles' sums. After COMET, arXiv:2502.19811, and FlashDMoE,

@@ -4,7 +4,7 @@ P ranks of the group · T tokens on each of them · K choices · S rows that a r
 e experts on this rank · D width · W elements of a row as it is sent
 
 Forward gets the rows that are routed to this rank, computes their slots and puts each row's sum; backward
-(symm_mem_backward.py) does so with gradients. Each is two whole exchanges, barriers included, on the current stream:
+(backward.py) does so with gradients. Each is two whole exchanges, barriers included, on the current stream:
 nothing is pending when it returns.
 
 What backward needs of the rows lies in an arena (kernels/experts/arena.py), where there is one. If the arena does not
