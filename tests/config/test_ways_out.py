@@ -1,9 +1,9 @@
 """What a refusal offers has been tried: every way out that it prints passes the rule, and breaks no other."""
 
-import time
 from pathlib import Path
 
 import pytest
+from support.calls import CALLS_OF_A_SECOND, count_calls
 from support.ways_out import ways_in
 
 from titan_moe.config import check_rules, load_recipe, refusals
@@ -115,6 +115,5 @@ def told_and_tried(file: Path, overrides: str, world_size: int) -> list[str]:
 )
 def test_a_search_takes_less_than_a_second(overrides: str) -> None:
     recipe = load_recipe(QWEN3, overrides.split())
-    start = time.process_time()
     assert refusals(recipe, 8)
-    assert time.process_time() - start < 1
+    assert count_calls(lambda: refusals(recipe, 8)) < CALLS_OF_A_SECOND
