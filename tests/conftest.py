@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection, wait
@@ -216,14 +216,15 @@ class Beside:
 
 
 BESIDE = {
-    # fixture: a mark, and the environment of its process
+    # fixture: a mark, and the environment of its processes
     "interpreter": ("interpreted", {"TRITON_INTERPRET": "1"}),  # Triton must be told before it is imported
     "launches": ("launches", {}),
     "pools": ("ranks", {}),
 }
-MOVED = {"launches", "pools"}
-"""Fixtures whose tests leave the process that waits for them."""
-STARTED = pytest.StashKey[dict[str, Beside]]()
+MOVED = {"launches": 1, "pools": 2}
+"""Fixtures whose tests leave the process that waits for them, and the processes that share them: ranks wait for each
+other, and two pools keep the cores busy where one would not."""
+STARTED = pytest.StashKey[dict[str, list[Beside]]]()
 
 
 RANKS = {"ranks", "new_ranks", "ranks_of_a_size"}
@@ -266,44 +267,55 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     of_mark = {mark: [item for item in session.items if item.get_closest_marker(mark)] for mark, _ in BESIDE.values()}
     if session.config.option.markexpr:  # none of their tests was asked for
-        unasked = {name for name in waited_for & MOVED if not of_mark[BESIDE[name][0]]}
+        unasked = {name for name in waited_for & MOVED.keys() if not of_mark[BESIDE[name][0]]}
         waited_for -= unasked
         left_out = [item for item in session.items if unasked & _waits_for(item)]
         session.items[:] = [item for item in session.items if item not in left_out]
         session.config.hook.pytest_deselected(items=left_out)
     # a whole run: they need not run here too; those of the interpreter skip themselves
-    moved = {item for name in waited_for & MOVED for item in of_mark[BESIDE[name][0]]}
+    moved = {item for name in waited_for & MOVED.keys() for item in of_mark[BESIDE[name][0]]}
     session.items[:] = [item for item in session.items if item not in moved]
     session.config.hook.pytest_deselected(items=list(moved))
     num_layouts = session.config.option.layouts
     options = [] if num_layouts is None else [f"--layouts={num_layouts}"]
     options += ["--all-cases"] * session.config.option.all_cases
-    started = {}
+    started: dict[str, list[Beside]] = {}
     for name in waited_for:
         mark, variables = BESIDE[name]
-        files = list(dict.fromkeys(str(item.path) for item in of_mark[mark])) if name in MOVED else []
-        num_moved = len(of_mark[mark]) if name in MOVED else 0
-        started[name] = Beside((files or [str(Path(__file__).parent)]) + options, mark, num_moved, **variables)
+        shares = _shares(of_mark[mark], MOVED[name]) if name in MOVED else [([str(Path(__file__).parent)], 0)]
+        started[name] = [Beside(files + options, mark, num_moved, **variables) for files, num_moved in shares]
     session.config.stash[STARTED] = started
 
 
+def _shares(items: list[pytest.Item], number: int) -> list[tuple[list[str], int]]:
+    """Files with about as many of the tests each, and how many these are."""
+    tests = Counter(str(item.path) for item in items)
+    shares: list[tuple[list[str], int]] = [([], 0) for _ in range(number)]
+    for file, num_tests in tests.most_common():
+        smallest = min(range(number), key=lambda share: shares[share][1])
+        files, num_before = shares[smallest]
+        shares[smallest] = [*files, file], num_before + num_tests
+    return [share for share in shares if share[0]]
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
-    for beside in config.stash.get(STARTED, {}).values():
-        beside.process.kill()
+    for besides in config.stash.get(STARTED, {}).values():
+        for beside in besides:
+            beside.process.kill()
 
 
 @pytest.fixture(scope="session")
 def interpreter(request: pytest.FixtureRequest) -> Beside:
-    return request.config.stash[STARTED]["interpreter"]
+    return request.config.stash[STARTED]["interpreter"][0]
 
 
 @pytest.fixture(scope="session")
-def launches(request: pytest.FixtureRequest) -> Beside:
+def launches(request: pytest.FixtureRequest) -> list[Beside]:
     return request.config.stash[STARTED]["launches"]
 
 
 @pytest.fixture(scope="session")
-def pools(request: pytest.FixtureRequest) -> Beside:
+def pools(request: pytest.FixtureRequest) -> list[Beside]:
     return request.config.stash[STARTED]["pools"]
 
 
