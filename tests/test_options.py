@@ -90,6 +90,7 @@ KEPT = {
     "model.attention.head_dim": "shape of gqa",
     "model.attention.qk_norm": "Qwen3",
     "model.attention.qkv_bias": "Qwen2-MoE",
+    "model.attention.out_bias": "gpt-oss, Phi-3.5-MoE",
     "model.attention.sliding_window": "Mistral, gpt-oss, Gemma 3",
     "model.attention.full_attention_every": "gpt-oss, Gemma 3",
     "model.attention.rope_theta": "families differ: 1e4 to 1e6",

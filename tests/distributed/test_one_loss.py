@@ -311,8 +311,8 @@ MLA = AttentionConfig(
     kind="mla", num_heads=4, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, kv_lora_rank=8, q_lora_rank=8
 )
 SPLIT_MODELS = {
-    "gqa": replace(MODEL, attention=GQA),
-    "gqa-shared": replace(MODEL, attention=replace(GQA, num_kv_heads=2)),
+    "gqa": replace(MODEL, attention=replace(GQA, out_bias=True)),
+    "gqa-shared": replace(MODEL, attention=replace(GQA, num_kv_heads=2, out_bias=True)),
     "gqa-window": replace(MODEL, attention=replace(GQA, sliding_window=3, full_attention_every=3)),
     "gqa-tied": replace(MODEL, attention=replace(GQA, qkv_bias=False), embeddings_are_tied=True),
     "mla": replace(MODEL, attention=MLA),

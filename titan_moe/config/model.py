@@ -22,6 +22,8 @@ class AttentionConfig:
     """RMSNorm over each head's query and key before RoPE (`gqa`; used by Qwen3)."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (`gqa`)."""
+    out_bias: bool = False
+    """Bias on the output projection (`gqa`; gpt-oss, Phi-3.5-MoE)."""
     sliding_window: int = 0
     """Number of latest tokens that a token attends to, itself included; 0 means all earlier tokens."""
     full_attention_every: int = 0

@@ -195,6 +195,7 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     heads = Split("attention.num_heads", a.num_heads, a.num_kv_heads)
     yield _core(layers, by_heads, heads, 2 * queries, **sizes, freed=freed)
     yield row("attention.out", (queries, width), "inputs", reads_alone=by_heads > 1)
+    yield _vectors("attention", layers, "attention.out.bias", width if a.out_bias else 0)
 
 
 def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Module]:

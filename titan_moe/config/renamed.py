@@ -75,7 +75,7 @@ SPELLINGS = {
     "model.attention.head_dim": "kv_channels",
     "model.attention.qk_norm": "qk_layernorm use_qk_norm",
     "model.attention.qkv_bias": "add_qkv_bias",
-    "model.attention.qkv_bias (the output projection has none)": "attention_bias",
+    "model.attention.qkv_bias (and out_bias, of the output projection)": "attention_bias",
     "model.attention.sliding_window (the token itself included)": "window_size",
     "model.attention.full_attention_every (every n-th layer is full)": "window_attn_skip_freq layer_types "
     "sliding_window_pattern",

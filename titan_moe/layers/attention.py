@@ -92,7 +92,7 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim, self.scale = a.head_dim, a.head_dim**-0.5
         self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)
         self.qk_norm_rope = QKNormRope(a, config.norm_eps, kernels.rotary)
-        self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=False)
+        self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=a.out_bias)
         self.gather_keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keys_of_own_tokens
         self.attend: Callable[[Tensor, Tensor, Tensor, Context, float], Tensor] = causal_attention
         self.fused_rows = {"qkv.weight": tuple(n * a.head_dim for n in (a.num_heads, a.num_kv_heads, a.num_kv_heads))}

@@ -46,13 +46,15 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
     if config.tp == 1:
         return
     mesh = meshes.dense[TENSOR_AXIS]
-    group, readers = mesh.get_group(), dict[nn.Module, "_OwnRows"]()
+    group, readers = mesh.get_group(), dict[nn.Module, "_OwnRows | _Share"]()
     exchange = partial(_exchange_tokens, group, overlaps=config.tp_comm_overlap)
     for module in list(model.modules()):
         match module:
             case GroupedQueryAttention():
                 readers[module.qkv] = _split_heads(module, mesh)
                 _split(module.out, "weight", COLUMNS, mesh)
+                if not config.tp_comm_overlap:  # which adds the bias to sums
+                    readers[module.out] = _Share(mesh.size())
                 exchange(module, module.qkv, module.out)
             case MultiHeadLatentAttention():
                 for projection in (module.q_up, module.kv_up):
@@ -129,11 +131,20 @@ class _OwnRows(NamedTuple):
         return torch.cat([matrix.chunk(parts)[self.rank * parts // self.num_ranks] for matrix, parts in matrices])
 
 
+class _Share(NamedTuple):
+    """This rank's share of a bias on summands: every rank adds one, to the tokens of all ranks."""
+
+    num_ranks: int
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        return whole / self.num_ranks
+
+
 class _LocalTensor(NamedTuple):
     """How a module reads a parameter."""
 
     name: str
-    own_rows: _OwnRows | None
+    own_part: _OwnRows | _Share | None
 
     def __call__(self, module: nn.Module) -> Any:
         """The local tensor of a parameter that FSDP has gathered; a sharded one, which FSDP alone reads, as it is.
@@ -145,12 +156,12 @@ class _LocalTensor(NamedTuple):
             return parameter
         tensor = parameter.to_local()
         is_whole = parameter.placements[0].is_replicate()
-        return self.own_rows(tensor) if self.own_rows is not None and is_whole else tensor
+        return self.own_part(tensor) if self.own_part is not None and is_whole else tensor
 
 
-def _read_local_tensors(module: nn.Module, own_rows: _OwnRows | None) -> None:
+def _read_local_tensors(module: nn.Module, own_part: _OwnRows | _Share | None) -> None:
     """Let `module.weight` be the local tensor. The parameter stays a DTensor for FSDP, optimizer and checkpoints."""
-    readers = tuple(_LocalTensor(name, own_rows) for name, _ in module.named_parameters(recurse=False))
+    readers = tuple(_LocalTensor(name, own_part) for name, _ in module.named_parameters(recurse=False))
     if readers:
         module_class: Any = type(module)
         module.__class__ = _reading_local_tensors(module_class, readers)

@@ -113,7 +113,8 @@ def _scatter(linear: Any, x: Tensor) -> Tensor:
     if isinstance(linear, SwiGLUDown):
         x = swiglu(x)
     y = _matmul_scatter(x.flatten(0, -2), linear.weight.t(), group.group_name, group.size())
-    return y.unflatten(0, (-1, *x.shape[1:-1]))
+    y = y.unflatten(0, (-1, *x.shape[1:-1]))
+    return y if linear.bias is None else y + linear.bias
 
 
 def _scatter_sequence(linear: Any, x_BNK: Tensor) -> Tensor:

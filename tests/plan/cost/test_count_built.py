@@ -28,7 +28,7 @@ VARIANTS = {
     "base": BASE,
     "tied embeddings": replace(BASE, embeddings_are_tied=True),
     "query and key norms": replace(BASE, attention=replace(GQA, qk_norm=True)),
-    "biases": replace(BASE, attention=replace(GQA, qkv_bias=True)),
+    "biases": replace(BASE, attention=replace(GQA, qkv_bias=True, out_bias=True)),
     "mla": replace(BASE, attention=MLA),
     "mla with query compression": replace(BASE, attention=replace(MLA, q_lora_rank=9)),
     "no shared experts": replace(BASE, moe=replace(MOE, shared_ffn_hidden_size=0)),

@@ -28,7 +28,7 @@ from titan_moe.plan.cost.roofline import sharding_bytes, step_work
 from titan_moe.plan.pipeline.parts import Part, parts_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=16, qk_norm=True, qkv_bias=True)
+GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=16, qk_norm=True, qkv_bias=True, out_bias=True)
 MLA = AttentionConfig(
     kind="mla", num_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, q_lora_rank=24
 )

@@ -147,7 +147,7 @@ def _meant(model: ModelConfig) -> ModelConfig:
     """The same model, with fields at their defaults that do not change what it computes."""
     unread = set(FREE)
     attention, moe = model.attention, model.moe
-    of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias"}
+    of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias"}
     of_mla = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_eps"}
     unread |= {f"attention.{name}" for name in (of_mla if attention.kind == "gqa" else of_gqa)}
     if attention.yarn_factor == 1.0:

@@ -21,9 +21,9 @@ def rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield Problem(f"model.attention.{key} = {width} is odd", steps=[2])
 
 
-@rule("mla normalises its compressed latents and has no biases", "model.attention.kind qk_norm qkv_bias")
+@rule("mla normalises its compressed latents and has no biases", "model.attention.kind qk_norm qkv_bias out_bias")
 def gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
-    for key in ("qk_norm", "qkv_bias"):
+    for key in ("qk_norm", "qkv_bias", "out_bias"):
         if recipe.model.attention.kind == "mla" and getattr(recipe.model.attention, key):
             yield f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"'
 
