@@ -208,7 +208,7 @@ def rotary(query_heads: int, key_heads: int, has_norm: bool) -> Case:
         frequencies_R = 100.0 ** (-torch.arange(head_dim // 2, device=device) / (head_dim // 2))
         angles_NR = torch.arange(length, device=device)[:, None] * frequencies_R
         tables = (1.2 * angles_NR.cos(), 1.2 * angles_NR.sin())
-        return Sample("", (qkv_BNX, *weights, *tables, key_heads, 1e-6, False), 3 if has_norm else 1)
+        return Sample("", (qkv_BNX, *weights, *tables, key_heads, head_dim, 1e-6, False), 3 if has_norm else 1)
 
     return Case(draw, 0, 0, 2 * queries_and_keys, 2 * queries_and_keys + backward)
 

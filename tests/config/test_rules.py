@@ -64,6 +64,14 @@ BROKEN = {
         "num_kv_heads = 3 does not divide model.attention.num_heads = 8",
     ),
     "rotated_width_is_even": ("--model.attention.head_dim=33", "head_dim = 33 is odd"),
+    "rotated_share_is_even": (
+        "--model.attention.partial_rotary_factor=0.3",
+        "partial_rotary_factor = 0.3 rotates 19 of head_dim = 64 elements",
+    ),
+    "norm_after_rope_is_over_heads": (
+        "--model.attention.qk_norm_is_after_rope=true",
+        'needs model.attention.qk_norm = true and qk_norm_over = "head"',
+    ),
     "gqa_options_need_gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
     "full_layers_are_some_of_the_layers": (
         "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",

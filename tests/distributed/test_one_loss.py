@@ -313,6 +313,10 @@ MLA = AttentionConfig(
 SPLIT_MODELS = {
     "gqa": replace(MODEL, attention=replace(GQA, out_bias=True)),
     "gqa-shared": replace(MODEL, attention=replace(GQA, num_kv_heads=2, out_bias=True)),
+    "gqa-norm-shared": replace(
+        MODEL,
+        attention=replace(GQA, num_kv_heads=2, qk_norm_over="all_heads", clip_qkv=1.5, partial_rotary_factor=0.5),
+    ),
     "gqa-window": replace(MODEL, attention=replace(GQA, sliding_window=3, full_attention_every=3)),
     "gqa-tied": replace(MODEL, attention=replace(GQA, qkv_bias=False), embeddings_are_tied=True),
     "mla": replace(MODEL, attention=MLA),
@@ -376,6 +380,8 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
             4, replace(OVERLAPPED, tp=4), "gqa-shared", {"memory": OF_GQA}, id="overlapped-tp4-recompute_parts"
         ),
         pytest.param(4, replace(OVERLAPPED, cp=2), "gqa-tied", {}, id="overlapped-cp2-tp2-gqa-tied"),
+        pytest.param(4, replace(TP2, cp=2), "gqa-norm-shared", {"memory": OF_GQA}, id="cp2-tp2-norm-shared"),
+        pytest.param(4, ParallelConfig(tp=4), "gqa-norm-shared", {}, id="tp4-norm-shared"),
         pytest.param(4, replace(OVERLAPPED, pp=2), "gqa", {}, id="overlapped-tp2-pp2-gqa"),
         pytest.param(
             2,

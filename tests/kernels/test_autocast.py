@@ -97,5 +97,5 @@ def test_queries_and_keys_keep_the_dtype_of_values_where_autocast_norms_in_fp32(
     rms_norm = F.rms_norm
     monkeypatch.setattr(F, "rms_norm", lambda x, *rest: rms_norm(x.float(), *rest))  # as autocast does on GPUs
     qkv_BNX, ones_D, tables_NR = torch.randn(1, 3, 4 * 8).bfloat16(), torch.ones(8), torch.ones(3, 4)
-    heads = norm_and_rotate_reference(qkv_BNX, ones_D, ones_D, tables_NR, tables_NR, 1, 1e-6, False)
+    heads = norm_and_rotate_reference(qkv_BNX, ones_D, ones_D, tables_NR, tables_NR, 1, 8, 1e-6, False)
     assert [x.dtype for x in heads] == [torch.bfloat16] * 3

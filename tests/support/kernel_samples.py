@@ -305,15 +305,16 @@ def routing(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 def heads(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     """Queries, keys and values; the tables are scaled by 1.2, as YaRN scales them."""
 
-    def sample(name: str, *shape: int, norms: bool = True, is_interleaved: bool = False) -> Sample:
+    def sample(name: str, *shape: int, norms: bool = True, is_interleaved: bool = False, rotated: int = 0) -> Sample:
         batch, length, num_heads, num_kv_heads, head_dim = shape
         qkv_BNX = torch.randn(batch, length, (num_heads + 2 * num_kv_heads) * head_dim, device=device, dtype=dtype)
         weights = [1 + torch.randn(head_dim, device=device, dtype=dtype) / 8 if norms else None for _ in range(2)]
-        num_pairs = head_dim // 2
+        num_pairs = (rotated or head_dim) // 2
         frequencies_R = 100.0 ** (-torch.arange(num_pairs, device=device) / num_pairs)
         angles_NR = torch.arange(length, device=device)[:, None] * frequencies_R
         tables = (1.2 * angles_NR.cos(), 1.2 * angles_NR.sin())
-        return Sample(name, (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
+        args = (qkv_BNX, *weights, *tables, num_kv_heads, head_dim, 1e-6, is_interleaved)
+        return Sample(name, args, 3 if norms else 1)
 
     qkv_BNX, q_weight_D, k_weight_D, *rest = sample("", 2, 5, 4, 2, 10).args
     among_others = torch.cat([qkv_BNX, qkv_BNX], dim=-1)[..., : qkv_BNX.shape[-1]]
@@ -323,6 +324,9 @@ def heads(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("strided", (among_others, *weights, *rest), 3),
         sample("neighbours", 2, 7, 3, 3, 96, is_interleaved=True),
         sample("one_head_for_all", 1, 11, 3, 1, 96),
+        sample("a_share_of_a_head", 2, 7, 3, 1, 26, rotated=10),
+        sample("neighbours_in_a_share", 2, 5, 3, 1, 12, is_interleaved=True, rotated=4),
+        sample("half_of_a_head_without_norm", 2, 9, 4, 2, 128, norms=False, rotated=64),
         sample("many_tiles", 2, 33, 4, 2, 128),
         sample("one_token", 1, 1, 4, 2, 64),
         sample("no_sequence", 0, 5, 4, 2, 8, norms=False),

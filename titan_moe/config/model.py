@@ -19,7 +19,16 @@ class AttentionConfig:
     head_dim: int = 64
     """Width of a `gqa` head; even, because RoPE rotates pairs. `mla` has its own three widths."""
     qk_norm: bool = False
-    """RMSNorm over each head's query and key before RoPE (`gqa`; used by Qwen3)."""
+    """RMSNorm over queries and keys before RoPE (`gqa`; used by Qwen3)."""
+    qk_norm_over: Literal["head", "all_heads"] = "head"
+    """The width that `qk_norm` takes the mean square of.
+    `head`: Each head alone. The weights are those of one head, shared by all (Qwen3, GLM-4.5).
+    `all_heads`: All query heads together, and all key heads, each with its own weights (OLMoE, MiniMax-M2)."""
+    qk_norm_is_after_rope: bool = False
+    """Norm each head after RoPE, not before (Hunyuan-V1)."""
+    clip_qkv: float = 0.0
+    """Clamp queries, keys and values to this absolute value, before a norm over each head and after one over all heads
+    (`gqa`; OLMoE 0824, DBRX); 0 means none."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (`gqa`)."""
     out_bias: bool = False
@@ -31,6 +40,8 @@ class AttentionConfig:
     no layer does (Mistral)."""
     rope_theta: float = 10_000.0
     """RoPE base frequency (arXiv:2104.09864)."""
+    partial_rotary_factor: float = 1.0
+    """Share of a `gqa` head that RoPE rotates, its first elements; the others pass (1/2 in GLM-4.5 and MiniMax-M2)."""
     rope_is_interleaved: bool = False
     """Rotate neighbouring pairs (DeepSeek) instead of halves (Llama, Qwen)."""
     yarn_factor: float = 1.0
@@ -60,6 +71,11 @@ class AttentionConfig:
     """Epsilon of the RMSNorms of the query and key/value latents of `mla`. Hugging Face's DeepSeek-V2 and V3, Moonlight
     and GLM-4.7-Flash have 1e-6 whatever their `rms_norm_eps`; Megatron has `model.norm_eps`. A run of a release without
     this field had `model.norm_eps`, and goes on with it."""
+
+    @property
+    def rotated_head_dim(self) -> int:
+        """Number of elements of a `gqa` head that RoPE rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def window(self, layer: int, seq_len_tokens: int) -> int:
         """Number of latest tokens that a token attends to in a layer, itself included. The first layer is 0."""

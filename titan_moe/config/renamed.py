@@ -74,12 +74,15 @@ SPELLINGS = {
     "model.attention.num_kv_heads": "num_query_groups num_key_value_heads n_kv_heads group_query_attention",
     "model.attention.head_dim": "kv_channels",
     "model.attention.qk_norm": "qk_layernorm use_qk_norm",
+    'model.attention.qk_norm_over ("per_layer" -> "all_heads")': "qk_norm_type",
     "model.attention.qkv_bias": "add_qkv_bias",
     "model.attention.qkv_bias (and out_bias, of the output projection)": "attention_bias",
     "model.attention.sliding_window (the token itself included)": "window_size",
     "model.attention.full_attention_every (every n-th layer is full)": "window_attn_skip_freq layer_types "
     "sliding_window_pattern",
     "model.attention.rope_theta": "rotary_base",
+    "model.attention.partial_rotary_factor (of heads of gqa)": "rotary_percent",
+    "model.attention.partial_rotary_factor (a share of model.attention.head_dim)": "rotary_dim",
     "model.attention.rope_is_interleaved": "rotary_interleaved rope_interleave",
     'model.attention.yarn_factor (type "yarn" alone)': "rotary_scaling_factor rope_scaling rope_factor",
     "model.attention.yarn_original_tokens": "original_max_position_embeddings original_seq_len",
@@ -281,7 +284,6 @@ ABSENT = {
     "moe_input_jitter_eps",
     "layers are SwiGLU and RMSNorm without biases; model.class takes a model of your own": "swiglu hidden_act "
     "activation activation_func gated_linear_unit normalization add_bias_linear disable_bias_linear mlp_bias",
-    "RoPE rotates whole heads of gqa; mla has qk_rope_head_dim": "rotary_percent partial_rotary_factor",
     "models predict one token; model.class takes a model of your own": "mtp_num_layers num_nextn_predict_layers",
     'weights of Hugging Face are read with checkpoint.load_from = "hf:FOLDER"; titan-moe recipe FOLDER writes the '
     "[model] of such a folder": "model_name_or_path pretrained_model_name_or_path base_model from_pretrained "

@@ -77,7 +77,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 class GroupedQueryAttention(nn.Module):
-    """Attention whose query heads share key/value heads; optional per-head query and key norms (Qwen3).
+    """Attention whose query heads share key/value heads; optional query and key norms (Qwen3, OLMoE).
 
     Where a rank has queries of some tokens, `gather_keys` takes keys and values to those of whole sequences before they
     attend, or `attend` is another attention than that of one rank.

@@ -17,7 +17,7 @@ Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def rotated_width(config: AttentionConfig) -> int:
     """The number of rotated dimensions of a head."""
-    return config.head_dim if config.kind == "gqa" else config.qk_rope_head_dim
+    return config.rotated_head_dim if config.kind == "gqa" else config.qk_rope_head_dim
 
 
 def rope_tables(config: AttentionConfig, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

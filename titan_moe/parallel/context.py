@@ -82,12 +82,14 @@ def no_mask(spec: MaskSpec) -> None:
 
 
 def _exchange_heads(attention: GroupedQueryAttention, tp: int, group: dist.ProcessGroup) -> None:
-    """Exchange after the projection and before the output; the norm between them then sees fewer heads."""
+    """Exchange after the projection, and its norm over all heads, and before the output; what is between them then
+    sees fewer heads."""
     num_ranks, rope = group.size(), attention.qk_norm_rope
     num_heads = attention.fused_rows["qkv.weight"][0] // attention.head_dim // tp
     num_kv_heads = num_heads // (rope.heads_per_group - 2)
     widths = tuple(number * attention.head_dim for number in (num_heads, num_kv_heads, num_kv_heads))
-    attention.qkv.register_forward_hook(TokensToHeads(widths, group, attention.head_dim))
+    last = attention.qkv if rope.all_heads is None else rope.all_heads  # that sees all heads
+    last.register_forward_hook(TokensToHeads(widths, group, attention.head_dim))
     attention.out.register_forward_pre_hook(HeadsToTokens(group))
     rope.heads_per_group = num_heads // num_ranks // max(num_kv_heads // num_ranks, 1) + 2
 

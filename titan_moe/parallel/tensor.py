@@ -51,7 +51,10 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
     for module in list(model.modules()):
         match module:
             case GroupedQueryAttention():
-                readers[module.qkv] = _split_heads(module, mesh)
+                readers[module.qkv] = of_rank = _split_heads(module, mesh)
+                if (norm := module.qk_norm_rope.all_heads) is not None:
+                    readers[norm] = of_rank._replace(rows=norm.widths, num_parts=of_rank.num_parts[:2])
+                    norm.average = _MeanOfRanks(group)
                 _split(module.out, "weight", COLUMNS, mesh)
                 if not config.tp_comm_overlap:  # which adds the bias to sums
                     readers[module.out] = _Share(mesh.size())
@@ -129,6 +132,17 @@ class _OwnRows(NamedTuple):
     def __call__(self, full: Tensor) -> Tensor:
         matrices = zip(full.split(self.rows), self.num_parts, strict=True)
         return torch.cat([matrix.chunk(parts)[self.rank * parts // self.num_ranks] for matrix, parts in matrices])
+
+
+class _MeanOfRanks:
+    """From the mean squares of own heads to those of all heads. Ranks have equally many heads, and where ranks share a
+    head, equally many share each."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, own_BN2: Tensor) -> Tensor:
+        return all_gather(own_BN2, self.group).unflatten(0, (self.group.size(), -1)).mean(0)
 
 
 class _Share(NamedTuple):

@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 )
 SPLIT_MODELS = {
     "norms, biases, latent": MODEL,
-    "a shared key/value head": replace(MODEL, attention=replace(GQA, num_kv_heads=1)),
+    "a shared key/value head": replace(MODEL, attention=replace(GQA, num_kv_heads=1, qk_norm_over="all_heads")),
     "mla": replace(MODEL, attention=MLA),
     "mla without query compression": replace(MODEL, attention=replace(MLA, q_lora_rank=0)),
     "gates, tied": replace(MODEL, embeddings_are_tied=True, moe=replace(MOE, shared_expert_gate=True)),

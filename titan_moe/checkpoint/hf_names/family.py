@@ -147,9 +147,13 @@ def _meant(model: ModelConfig) -> ModelConfig:
     """The same model, with fields at their defaults that do not change what it computes."""
     unread = set(FREE)
     attention, moe = model.attention, model.moe
-    of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias"}
+    of_norm = {"qk_norm_over", "qk_norm_is_after_rope"}
+    of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias", "clip_qkv", "partial_rotary_factor"}
+    of_gqa |= of_norm
     of_mla = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_eps"}
     unread |= {f"attention.{name}" for name in (of_mla if attention.kind == "gqa" else of_gqa)}
+    if not attention.qk_norm:
+        unread |= {f"attention.{name}" for name in of_norm}
     if attention.yarn_factor == 1.0:
         unread |= {f"attention.{one.name}" for one in fields(attention) if one.name.startswith("yarn_")}
     if not attention.sliding_window:

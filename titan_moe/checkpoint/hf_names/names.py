@@ -94,6 +94,10 @@ def _of_heads(config: ModelConfig) -> tuple[int, ...]:
     return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
 
+def _of_normed_heads(config: ModelConfig) -> tuple[int, ...]:
+    return _of_heads(config)[:2]
+
+
 def mlp(ours: str, theirs: str) -> Names:
     """A dense MLP of three matrices."""
     return {
@@ -128,6 +132,9 @@ GQA: Names = {
     "attention.out.bias": one("self_attn.o_proj.bias"),
     "attention.qk_norm_rope.q_norm_weight": one("self_attn.q_norm.weight"),
     "attention.qk_norm_rope.k_norm_weight": one("self_attn.k_norm.weight"),
+    "attention.qk_norm_rope.all_heads.weight": Rows(
+        ("self_attn.q_norm.weight", "self_attn.k_norm.weight"), _of_normed_heads
+    ),
 }
 MLA: Names = {
     "attention.q_down.weight": one("self_attn.q_a_proj.weight"),

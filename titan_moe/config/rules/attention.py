@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.model import AttentionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, divides, row, rule, rules_in
+from titan_moe.config.schema import in_toml
 
 kv_heads_divide_heads = divides(
     "each key/value head is shared by the same number of query heads",
@@ -21,11 +23,31 @@ def rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield Problem(f"model.attention.{key} = {width} is odd", steps=[2])
 
 
-@rule("mla normalises its compressed latents and has no biases", "model.attention.kind qk_norm qkv_bias out_bias")
+@rule("RoPE rotates pairs", "model.attention.partial_rotary_factor head_dim")
+def rotated_share_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a = recipe.model.attention
+    if a.kind == "gqa" and 0 < a.partial_rotary_factor < 1 and (a.rotated_head_dim % 2 or not a.rotated_head_dim):
+        share = f"model.attention.partial_rotary_factor = {a.partial_rotary_factor}"
+        yield f"{share} rotates {a.rotated_head_dim} of head_dim = {a.head_dim} elements, not an even number from 2 on"
+
+
+@rule("all heads together have no position to rotate", "model.attention.qk_norm qk_norm_over qk_norm_is_after_rope")
+def norm_after_rope_is_over_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a = recipe.model.attention
+    if a.qk_norm_is_after_rope and not (a.qk_norm and a.qk_norm_over == "head"):
+        needs = 'model.attention.qk_norm = true and qk_norm_over = "head"'
+        yield f"model.attention.qk_norm_is_after_rope = true needs {needs}"
+
+
+OF_GQA = ("qk_norm", "clip_qkv", "qkv_bias", "out_bias", "partial_rotary_factor")
+
+
+@rule("mla normalises its compressed latents and has no biases", f"model.attention.kind {' '.join(OF_GQA)}")
 def gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
-    for key in ("qk_norm", "qkv_bias", "out_bias"):
-        if recipe.model.attention.kind == "mla" and getattr(recipe.model.attention, key):
-            yield f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"'
+    for key in OF_GQA:
+        value = getattr(recipe.model.attention, key)
+        if recipe.model.attention.kind == "mla" and value != getattr(AttentionConfig, key):
+            yield f'model.attention.{key} = {in_toml(value)} needs model.attention.kind = "gqa", not "mla"'
 
 
 yarn_betas_are_ordered = row(

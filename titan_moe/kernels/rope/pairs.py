@@ -1,9 +1,11 @@
 """Load and store tiles of the pairs that RoPE rotates.
 
-R pairs of a head · a row of a tile is one head of one token
+R pairs of a head, of which the first P are rotated · a row of a tile is one head of one token
 
 Physics: the two elements of a pair are half a head apart, and each of two loads is contiguous; or they are neighbours
-(interleaved), and one load reads both and is split within a thread. Offsets are 64-bit; R need not be a power of two.
+(interleaved), and one load reads both and is split within a thread. Where a part of a head is rotated, pairs of that
+part are half of it apart, and the other elements are pairs half of the rest apart, whose angle is zero. Offsets are
+64-bit; R and P need not be powers of two.
 """
 
 import triton
@@ -19,7 +21,16 @@ def tile_shape(num_pairs: int) -> tuple[int, int]:
 
 
 @triton.jit
-def load_pairs(ptr, offset, is_row, R: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _places(pair, R: tl.constexpr, P: tl.constexpr):
+    """Places in a head of both elements of each pair that is not interleaved."""
+    if P == R:
+        return pair, pair + R
+    first = tl.where(pair < P, pair, pair + P)
+    return first, first + tl.where(pair < P, P, R - P)
+
+
+@triton.jit
+def load_pairs(ptr, offset, is_row, R: tl.constexpr, P: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Load both elements of each pair in fp32: offset and mask [rows, 1] -> two tensors [rows, pairs]."""
     if INTERLEAVED:
         element = tl.arange(0, 2 * BLOCK_R)[None, :]
@@ -28,13 +39,16 @@ def load_pairs(ptr, offset, is_row, R: tl.constexpr, BLOCK_R: tl.constexpr, INTE
     else:
         pair = tl.arange(0, BLOCK_R)[None, :]
         keep = is_row & (pair < R)
-        a = tl.load(ptr + offset + pair, mask=keep, other=0.0)
-        b = tl.load(ptr + offset + R + pair, mask=keep, other=0.0)
+        first, second = _places(pair, R, P)
+        a = tl.load(ptr + offset + first, mask=keep, other=0.0)
+        b = tl.load(ptr + offset + second, mask=keep, other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def store_pairs(ptr, offset, is_row, a, b, R: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
+def store_pairs(
+    ptr, offset, is_row, a, b, R: tl.constexpr, P: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr
+):
     """The inverse of `load_pairs`: store both elements of each pair in the memory's dtype."""
     a, b = a.to(ptr.dtype.element_ty), b.to(ptr.dtype.element_ty)
     if INTERLEAVED:
@@ -44,13 +58,14 @@ def store_pairs(ptr, offset, is_row, a, b, R: tl.constexpr, BLOCK_R: tl.constexp
     else:
         pair = tl.arange(0, BLOCK_R)[None, :]
         keep = is_row & (pair < R)
-        tl.store(ptr + offset + pair, a, mask=keep)
-        tl.store(ptr + offset + R + pair, b, mask=keep)
+        first, second = _places(pair, R, P)
+        tl.store(ptr + offset + first, a, mask=keep)
+        tl.store(ptr + offset + second, b, mask=keep)
 
 
 @triton.jit
-def load_angles(cos_ptr, sin_ptr, position, is_row, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Cosine and sine of each row's position, [rows, pairs]."""
+def load_angles(cos_ptr, sin_ptr, position, is_row, P: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Cosine and sine of each row's position, [rows, pairs]: one and zero from pair P on."""
     pair = tl.arange(0, BLOCK_R)[None, :]
-    angle, keep = position * R + pair, is_row & (pair < R)
-    return tl.load(cos_ptr + angle, mask=keep, other=0.0), tl.load(sin_ptr + angle, mask=keep, other=0.0)
+    angle, keep = position * P + pair, is_row & (pair < P)
+    return tl.load(cos_ptr + angle, mask=keep, other=1.0), tl.load(sin_ptr + angle, mask=keep, other=0.0)
