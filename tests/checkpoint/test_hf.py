@@ -169,8 +169,11 @@ def test_what_is_damaged_is_refused_by_name(damage: str, whole_folder: Path, tmp
     assert all(tensor.isnan().all() for tensor in ours.state_dict().values())
 
 
-def test_layers_that_are_not_built_are_left_out_by_name_alone(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    source = copytree(folders("deepseek_v3"), tmp_path / "source")
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_are_not_built_are_left_out_by_name_alone(
+    name: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = copytree(folders(name), tmp_path / "source")
     extra = {"model.layers.3.eh_proj.weight": torch.ones(3)}
     safetensors.save_file(extra, source / "model-mtp.safetensors")
     index = json.loads((source / "model.safetensors.index.json").read_text())
@@ -179,7 +182,7 @@ def test_layers_that_are_not_built_are_left_out_by_name_alone(folders: Callable[
     ours = ours_for(source)
     with pytest.raises(HuggingFaceError, match="mtp is not built here: model.layers.3.eh_proj.weight; --skip mtp"):
         load_hf(ours, source)
-    with pytest.raises(HuggingFaceError, match="vision cannot be skipped: deepseek_v3 has mtp"):
+    with pytest.raises(HuggingFaceError, match=f"vision cannot be skipped: {name} has mtp"):
         load_hf(ours, source, skip=["mtp", "vision"])
     assert load_hf(ours, source, skip=["mtp"]) == {"mtp": list(extra)}
 

@@ -18,6 +18,7 @@ core = pytest.importorskip("transformers.core_model_loading")
 
 BASE = {"vocab_size": 61, "hidden_size": 54, "intermediate_size": 38, "num_attention_heads": 9, "num_hidden_layers": 3}
 BASE |= {"num_experts_per_tok": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-3}
+BASE |= {"pad_token_id": None}  # transformers does not train the embedding of one
 GQA = BASE | {"num_key_value_heads": 3, "num_experts": 5, "moe_intermediate_size": 14}
 MLA = BASE | {"num_key_value_heads": 9, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 MLA |= {"v_head_dim": 5, "n_routed_experts": 6, "n_shared_experts": 3, "moe_intermediate_size": 14}
@@ -26,6 +27,8 @@ GROUPED = {"num_key_value_heads": 3, "n_routed_experts": 6, "n_shared_experts": 
 GROUPED |= {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 QWEN2 = {"shared_expert_intermediate_size": 22, "mlp_only_layers": [0, 1]}
+HUNYUAN = BASE | {"num_key_value_heads": 3, "num_experts": 5, "moe_topk": 3, "head_dim": 6}
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}
 TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", GQA | {"head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("Qwen3Moe", GQA | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -35,6 +38,13 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("Glm4MoeLite", MLA | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "dense", "sparse"]}),
     "dots1": ("Dots1", BASE | GROUPED | {"first_k_dense_replace": 1}),
     "solar_open": ("SolarOpen", BASE | GROUPED | {"n_group": 1, "topk_group": 1, "head_dim": 8}),
+    "glm4_moe": (
+        "Glm4Moe",
+        BASE | GROUPED | {"head_dim": 12, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
+    ),
+    "olmoe": ("Olmoe", BASE | {"num_key_value_heads": 3, "num_experts": 5, "clip_qkv": 1.1}),
+    "minimax_m2": ("MiniMaxM2", GQA | {"head_dim": 10, "rotary_dim": 4}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", HUNYUAN | {"rope_parameters": STRETCHED}),
     "deepseek_v3": ("DeepseekV3", MLA | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
 }
 

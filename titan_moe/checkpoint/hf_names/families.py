@@ -6,48 +6,33 @@ from typing import Any
 
 from titan_moe.checkpoint.hf_names import names
 from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
+from titan_moe.checkpoint.hf_names.gqa_families import GLM4_MOE, HUNYUAN_V1_MOE, MINIMAX_M2, OLMOE
 from titan_moe.checkpoint.hf_names.parts import (
+    COMMON,
+    DEFAULTS,
     FIRST_K_DENSE,
+    GQA,
     GROUPS,
+    HEAD_DIM,
     LAYER_TYPES_DENSE,
     LEADING_DENSE,
+    ONLY,
     QUERY_LATENT,
     ROPE,
-    ROPE_DEFAULTS,
+    ROUTED,
     SHARED,
     WINDOW,
 )
 from titan_moe.config.model import ModelConfig
 
-COMMON = {
-    "vocab_size": "vocab_size",
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "embeddings_are_tied",
-    "num_attention_heads": "attention.num_heads",
-    "num_experts_per_tok": "moe.top_k",
-}
-GQA = COMMON | {"num_key_value_heads": "attention.num_kv_heads"}
 QWEN = GQA | {
     "num_experts": "moe.num_experts",
     "moe_intermediate_size": "moe.ffn_hidden_size",
     "norm_topk_prob": "moe.normalize_topk",
 }
-ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-DEFAULTS = ROPE_DEFAULTS | {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 OF_QWEN = {"decoder_sparse_step": 1}
 QWEN_DEFAULTS = DEFAULTS | {"mlp_only_layers": None, "norm_topk_prob": False}
 QWEN_DEFAULTS |= {"use_sliding_window": False, "sliding_window": 4096}
-
-
-def _read_head_dim(settings: Settings) -> Values:
-    derived = settings["hidden_size"] // settings["num_attention_heads"]
-    return {"attention.head_dim": settings["head_dim"] or derived}
-
-
-HEAD_DIM = Part(_read_head_dim, lambda model: {"head_dim": model.attention.head_dim})
-"""Optional: by default heads have the model's width together."""
 
 
 def _read_windows(settings: Settings) -> Values:
@@ -116,21 +101,13 @@ MIXTRAL = Family(
     ),
 )
 MLA_DEFAULTS = DEFAULTS | {"num_key_value_heads": None}
-BIAS: names.Names = {"feed_forward.router.expert_bias_E": names.one("mlp.gate.e_score_correction_bias")}
-ROUTED = {
-    "n_routed_experts": "moe.num_experts",
-    "moe_intermediate_size": "moe.ffn_hidden_size",
-    "norm_topk_prob": "moe.normalize_topk",
-    "routed_scaling_factor": "moe.route_scale",
-}
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 OF_DEEPSEEK = ROUTED | {name: f"attention.{name}" for name in WIDTHS}
-SHARED_NAMES = names.mlp("feed_forward.shared_experts", "mlp.shared_experts")
 
 
 def _names_of_mla(model: ModelConfig) -> names.Names:
     attention = names.MLA if model.attention.q_lora_rank else names.MLA_WITHOUT_QUERY_LATENT
-    return names.COMMON | attention | names.DENSE | names.EXPERTS | SHARED_NAMES
+    return names.COMMON | attention | names.DENSE | names.EXPERTS | names.SHARED
 
 
 def _read_groups_of_v2(settings: Settings) -> Values:
@@ -177,7 +154,7 @@ DEEPSEEK_V3 = replace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fields=COMMON | OF_DEEPSEEK | {"rope_interleave": "attention.rope_is_interleaved"},
-    names=lambda model: _names_of_mla(model) | BIAS,
+    names=lambda model: _names_of_mla(model) | names.ROUTER_BIAS,
     fixed={"attention.kind": "mla", "moe.score_fn": "sigmoid"},
     only=ONLY | {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     defaults=MLA_DEFAULTS | {"rope_interleave": True},
@@ -207,7 +184,7 @@ DOTS1 = Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
     fields=GQA | ROUTED,
-    names=lambda model: names.COMMON | names.GQA | names.DENSE | names.EXPERTS | SHARED_NAMES | BIAS,
+    names=lambda model: names.COMMON | names.GQA | names.DENSE | names.EXPERTS | names.SHARED | names.ROUTER_BIAS,
     fixed={"attention.qk_norm": True, "moe.score_fn": "sigmoid"},
     only=ONLY,
     defaults=DEFAULTS | {"head_dim": None, "sliding_window": 4096, "max_window_layers": 62, "layer_types": None},
@@ -230,7 +207,8 @@ SOLAR_OPEN = replace(
     parts=(HEAD_DIM, ROPE, SHARED, GROUPS),
 )
 
-BUILT = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
+BUILT: tuple[Family, ...] = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
+BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE
 FAMILIES = {family.model_type: family for family in BUILT}
 
 

@@ -147,3 +147,5 @@ MLA: Names = {
 MLA_WITHOUT_QUERY_LATENT: Names = MLA | {"attention.q_up.weight": one("self_attn.q_proj.weight")}
 DENSE: Names = mlp("feed_forward", "mlp")
 EXPERTS: Names = routed("mlp", "gate_proj", "up_proj", "down_proj")
+SHARED: Names = mlp("feed_forward.shared_experts", "mlp.shared_experts")
+ROUTER_BIAS: Names = {"feed_forward.router.expert_bias_E": one("mlp.gate.e_score_correction_bias")}

@@ -5,6 +5,23 @@ from typing import Any
 from titan_moe.checkpoint.hf_names.family import Part, Settings, Values
 from titan_moe.config.model import ModelConfig
 
+COMMON = {
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "embeddings_are_tied",
+    "num_attention_heads": "attention.num_heads",
+    "num_experts_per_tok": "moe.top_k",
+}
+GQA = COMMON | {"num_key_value_heads": "attention.num_kv_heads"}
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+ROUTED = {
+    "n_routed_experts": "moe.num_experts",
+    "moe_intermediate_size": "moe.ffn_hidden_size",
+    "norm_topk_prob": "moe.normalize_topk",
+    "routed_scaling_factor": "moe.route_scale",
+}
 YARN = {
     "factor": "yarn_factor",
     "original_max_position_embeddings": "yarn_original_tokens",
@@ -13,22 +30,31 @@ YARN = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
-ROPE_NEUTRAL = {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}
+ROPE_NEUTRAL = {"attention_factor": None, "truncate": True}
 """Keys of a rotary embedding with the only value that is built."""
 
 
 def _read_rope(settings: Settings) -> Values:
+    values = _read_partial_rope(settings)
+    if (share := values.pop("attention.partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"partial_rotary_factor = {share!r} in config.json: of this family only 1.0 is built here")
+    return values
+
+
+def _read_partial_rope(settings: Settings) -> Values:
     """Both forms: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
     parameters: dict[str, Any] = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
     theta = parameters.pop("rope_theta", None) or settings["rope_theta"]
     kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
     parameters.pop("type", None)
-    if "partial_rotary_factor" in settings.values:  # outside of the table in older files
+    if "partial_rotary_factor" in {*settings.values, *settings.defaults}:  # outside of the table in older files
         parameters.setdefault("partial_rotary_factor", settings["partial_rotary_factor"])
+    values: Values = {"attention.rope_theta": float(theta)}
+    if (share := parameters.pop("partial_rotary_factor", None)) is not None:
+        values["attention.partial_rotary_factor"] = share
     for key, value in ROPE_NEUTRAL.items():
         if (found := parameters.pop(key, value)) != value:
             raise ValueError(f"{key} = {found!r} of the rotary embedding in config.json: only {value!r} is built here")
-    values: Values = {"attention.rope_theta": float(theta)}
     if kind == "default":
         return values
     if kind != "yarn":
@@ -59,7 +85,23 @@ def _write_rope(model: ModelConfig) -> Values:
 
 
 ROPE = Part(_read_rope, _write_rope)
+PARTIAL_ROPE = Part(
+    _read_partial_rope,
+    lambda model: _write_rope(model) | {"partial_rotary_factor": model.attention.partial_rotary_factor},
+)
+"""It may rotate a share of a head. Its family has a default for `partial_rotary_factor`."""
 ROPE_DEFAULTS: Values = {"rope_parameters": None, "rope_scaling": None, "rope_theta": 10_000.0}
+
+DEFAULTS = ROPE_DEFAULTS | {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+
+
+def _read_head_dim(settings: Settings) -> Values:
+    derived = settings["hidden_size"] // settings["num_attention_heads"]
+    return {"attention.head_dim": settings["head_dim"] or derived}
+
+
+HEAD_DIM = Part(_read_head_dim, lambda model: {"head_dim": model.attention.head_dim})
+"""Optional: by default heads have the model's width together."""
 
 
 def _read_window(settings: Settings) -> Values:
