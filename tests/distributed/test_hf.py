@@ -25,6 +25,7 @@ LAYOUTS = {
     "qwen3_moe": [ParallelConfig(ep=2, dispatcher="alltoall"), ParallelConfig(tp=2), ParallelConfig(pp=2)],
     "qwen3_moe-tied": [ParallelConfig(pp=2), ParallelConfig(tp=2)],
     "qwen2_moe": [ParallelConfig(ep=2, etp=2, dispatcher="alltoall")],
+    "minimax_m2": [ParallelConfig(tp=2, ep=2, dispatcher="alltoall")],
     "deepseek_v3": [
         ParallelConfig(tp=2, ep=2, dispatcher="alltoall"),
         ParallelConfig(pp=2, ep=2, dispatcher="alltoall"),
