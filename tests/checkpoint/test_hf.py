@@ -40,8 +40,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def in_their_names(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     weights = weights_of(model, None)._replace(tensors=tensors)
     family = family_for(model.config)
-    boxes = weights.boxes(pieces_of(family, model.config, {name: tuple(t.shape) for name, t in tensors.items()}))
-    return {name: next(iter(box.chunks.values())) for name, box in boxes.items()}
+    own = pieces_of(family, model.config, {name: tuple(t.shape) for name, t in tensors.items()})
+    boxes = weights.boxes(own)
+    own = {piece.name: piece.shape for piece in own}
+    return {name: next(iter(box.chunks.values())).reshape(own[name]) for name, box in boxes.items()}
 
 
 def assert_near(actual: Tensor, expected: Tensor, name: str, limit: float) -> None:

@@ -90,6 +90,7 @@ PRIVATE_NAMES: dict[str, Seen] = {
     "torch._inductor.config.patch": TORCH,
     # checkpoints
     "torch.distributed.checkpoint.filesystem._StorageInfo": TORCH,
+    "torch.distributed.checkpoint.HuggingFaceStorageReader._process_read_request": TORCH,
     "torch.distributed.checkpoint.QuantizedHuggingFaceStorageReader._build_weight_scale_mapping": TORCH,
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": TORCH,
     "torch.serialization._get_layout": TORCH,

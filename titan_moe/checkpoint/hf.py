@@ -44,7 +44,7 @@ def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dic
     """Load the weights of a model, or of this rank's stages of one, from a Hugging Face checkpoint. Collective.
 
     Every tensor on disk and every tensor of the model is used exactly once. `skip` names parts that are left out, such
-    as "mtp". Weights may be of any layout and dtype; blocks in fp8 are multiplied by their scales.
+    as "mtp". Weights may be of any layout and dtype; blocks in fp8 and MXFP4 are multiplied by their scales.
 
     Returns: the names of what was left out, by part.
     Raises: HuggingFaceError that names all that does not fit, before anything is loaded.
@@ -56,7 +56,7 @@ def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dic
         try:
             family = family_of(source.config)
             differences = same_model(weights.config, family.read(source.config)[0])
-            own = pieces_of(family, weights.config, weights.shapes)
+            own = source.stored(pieces_of(family, weights.config, weights.shapes))
         except ValueError as error:
             raise HuggingFaceError(path, [str(error)]) from error
         skipped = account(source, family, weights.config, own, skip)
@@ -65,7 +65,7 @@ def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dic
         with torch.no_grad():
             for tensor in weights.not_on_disk(family).values():
                 tensor.zero_()
-            agree(partial(load_slices, weights.boxes(own), reader_of(source)), path, group)
+            agree(partial(load_slices, weights.boxes(own), reader_of(source, own)), path, group)
     return skipped
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from titan_moe.checkpoint import hf_export, storage
 from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.checkpoint.hf import agree, finish
-from titan_moe.checkpoint.hf_folder import FP8, HuggingFaceError, HuggingFaceFolder, account, read_folder
+from titan_moe.checkpoint.hf_folder import FP8, MXFP4, HuggingFaceError, HuggingFaceFolder, account, read_folder
 from titan_moe.checkpoint.hf_names.families import family_of
 from titan_moe.checkpoint.hf_names.family import flat, of_flat
 from titan_moe.checkpoint.hf_names.names import Piece, Shape, split_name
@@ -29,6 +29,7 @@ from titan_moe.parameters import Chunk
 MAX_CHUNK_BYTES = 1 << 29
 """Of a tensor that is in host memory at a time."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, FP8: torch.bfloat16}
+DTYPES[MXFP4] = torch.bfloat16
 """Of a tensor on disk -> of the same in a checkpoint of ours."""
 
 
@@ -45,7 +46,7 @@ def import_hf(
     source = read_folder(hf_folder)
     try:
         family = family_of(source.config)
-        own = pieces_of(family, recipe.model, shapes)
+        own = source.stored(pieces_of(family, recipe.model, shapes))
     except ValueError as error:
         raise HuggingFaceError(hf_folder, [str(error)]) from error
     skipped = account(source, family, recipe.model, own, skip)
@@ -79,7 +80,7 @@ class _ReadingPlanner(PlainSavePlanner):
 
     def __init__(self, source: HuggingFaceFolder, own: Collection[Piece]) -> None:
         super().__init__(storage.no_rows)
-        self.reader = reader_of(source)
+        self.reader = reader_of(source, own)
         self.pieces: dict[str, list[Piece]] = {}
         for piece in own:
             self.pieces.setdefault(piece.ours, []).append(piece)
@@ -94,7 +95,7 @@ class _ReadingPlanner(PlainSavePlanner):
         values = fill(planned, device="cpu")
         chunk = Chunk(values, tuple(index.offset or ()))
         boxes = {piece.name: list(box_of(chunk, piece)) for piece in self.pieces.get(index.fqn, ())}
-        shapes = {piece.name: piece.shape for piece in self.pieces.get(index.fqn, ())}
+        shapes = {piece.name: piece.view for piece in self.pieces.get(index.fqn, ())}
         slices = {name: ChunkedTensor(shapes[name], shared) for name, shared in boxes.items() if shared}
         load_slices(slices, self.reader)
         return values

@@ -43,7 +43,7 @@ COPIED += (
 )
 """Files of a checkpoint that are no weights, and go along. They are copied, not run."""
 Read = Callable[[dict[str, Tensor]], object]
-"""Fill tensors, by their names on disk."""
+"""Fill tensors, by their names on disk, whose shapes are `Piece.view`."""
 
 
 def described(model: ModelConfig, source: Path | None) -> tuple[Family, Values]:
@@ -97,7 +97,7 @@ def write_weights(
 
     for file, group in files.items():
         tensors = {piece.name: torch.empty(piece.shape, dtype=dtypes[piece.ours]) for piece in group}
-        read(tensors)
+        read({piece.name: tensors[piece.name].view(piece.view) for piece in group})
         save_file(tensors, folder / file, metadata={"format": "pt"})
 
 

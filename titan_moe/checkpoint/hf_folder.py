@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_moe.checkpoint.hf_names.family import Family
-from titan_moe.checkpoint.hf_names.names import Piece
+from titan_moe.checkpoint.hf_names.names import MXFP4_VALUES, Piece
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.regular_file import open_regular
 
@@ -19,7 +19,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Dtypes of weights -> bytes of a value."""
-FP8 = "F8_E4M3"
+FP8, MXFP4 = "F8_E4M3", "U8"
 SCALE = "_scale_inv"
 """Ends the name of the scales of a weight in fp8, one for each block."""
 MAX_HEADER_BYTES = 100_000_000
@@ -57,6 +57,10 @@ class HuggingFaceFolder(NamedTuple):
     def files(self) -> list[str]:
         """The safetensors files."""
         return sorted({entry.file for entry in self.entries.values()})
+
+    def stored(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The tensors of a model as they are here: some may be in MXFP4."""
+        return [blocks if (blocks := piece.in_mxfp4) and blocks.name in self.entries else piece for piece in pieces]
 
     @property
     def block_size(self) -> int:
@@ -168,9 +172,10 @@ def account(
         if names and part not in skip:
             problems.append(f"{part} is not built here: {named(names)}; --skip {part} leaves it out")
     scales = {name for name in unknown if name.endswith(SCALE) and name.removesuffix(SCALE) in expected}
-    if unknown - scales:
-        problems.append(f"unknown: {named(unknown - scales)}")
-    if missing := expected.keys() - folder.entries.keys():
+    expected_scales = {piece.scales: piece.shape[:-1] for piece in pieces if piece.scales}
+    if lost := unknown - scales - expected_scales.keys():
+        problems.append(f"unknown: {named(lost)}")
+    if missing := (expected.keys() | expected_scales.keys()) - folder.entries.keys():
         problems.append(f"missing: {named(missing)}")
     here = [(piece, folder.entries[name]) for name, piece in expected.items() if name in folder.entries]
     if shapes := [
@@ -180,6 +185,12 @@ def account(
     ]:
         problems.append(f"other shapes: {named(shapes)}")
     problems += _quantised(folder, here, scales)
+    if wrong := [
+        f"{name} {entry.dtype} {list(entry.shape)}"
+        for name, shape in expected_scales.items()
+        if (entry := folder.entries.get(name)) and (entry.dtype, entry.shape) != (MXFP4, shape)
+    ]:
+        problems.append(f"scales that are not one {MXFP4} for each {MXFP4_VALUES} values: {named(wrong)}")
     if problems:
         raise HuggingFaceError(folder.path, problems)
     return {part: names for part, names in skipped.items() if names}
@@ -189,10 +200,14 @@ def _quantised(
     folder: HuggingFaceFolder, here: Iterable[tuple[Piece, Entry]], scales: Collection[str]
 ) -> Iterator[str]:
     """What is wrong with the dtypes, and with the scales of weights in fp8."""
-    dtypes, size = {piece.name: entry.dtype for piece, entry in here}, folder.block_size
-    if others := [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS and dtype != FP8]:
+    here, size = list(here), folder.block_size
+    if others := [
+        f"{piece.name} {dtype}"
+        for piece, (_, dtype, _) in here
+        if (dtype != MXFP4 if piece.scales else dtype not in FLOATS and dtype != FP8)
+    ]:
         yield f"dtypes that are not read here: {named(others)}"
-    weights = {name for name, dtype in dtypes.items() if dtype == FP8}
+    weights = {piece.name for piece, entry in here if entry.dtype == FP8}
     if without := {name for name in weights if f"{name}{SCALE}" not in scales}:
         yield f"without scales: {named(without)}"
     if needless := {name for name in scales if name.removesuffix(SCALE) not in weights}:

@@ -1,22 +1,34 @@
-"""DCP's readers of safetensors, for the files that an index lists, and for weights in fp8."""
+"""DCP's readers of safetensors, for the files that an index lists, and for weights in fp8 and MXFP4."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import pairwise
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, QuantizedHuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from titan_moe.checkpoint.hf_folder import FP8, HuggingFaceFolder
+from titan_moe.checkpoint.hf_names.names import MXFP4_VALUES, Layout, Piece
 
 READ_THREADS = 4
+MAX_READ_BYTES = 1 << 27
+"""Of a tensor in another layout than ours, in fp32, that a thread has in host memory at a time."""
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of E2M1 without the sign, which is the highest of 4 bits."""
+E8M0_BIAS = 127
+Slices = tuple[slice, ...]
 
 
-def reader_of(source: HuggingFaceFolder) -> HuggingFaceStorageReader:
-    """The reader of a checkpoint, which reads its headers once for all loads."""
+def reader_of(source: HuggingFaceFolder, pieces: Iterable[Piece]) -> HuggingFaceStorageReader:
+    """The reader of the tensors of a model, which reads headers once for all loads."""
     is_quantised = any(entry.dtype == FP8 for entry in source.entries.values())
-    return _QuantizedReader(source) if is_quantised else _Reader(source)
+    return _QuantizedReader(source, pieces) if is_quantised else _Reader(source, pieces)
 
 
 class _ListedFiles(FileSystem):
@@ -31,32 +43,97 @@ class _ListedFiles(FileSystem):
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads weights as they are."""
+    """Reads weights as they are, and those with a layout as tensors of the shape `Piece.view`."""
 
-    def __init__(self, source: HuggingFaceFolder) -> None:
-        super().__init__(str(source.path), READ_THREADS)
-        self.fs = _ListedFiles(source.files)
-        self.known: Metadata | None = None
-
-    def read_metadata(self) -> Metadata:
-        """Read the headers, the first time."""
-        self.known = self.known or super().read_metadata()
-        return self.known
-
-
-class _QuantizedReader(QuantizedHuggingFaceStorageReader):
-    """Reads weights in fp8, also without an index file."""
-
-    def __init__(self, source: HuggingFaceFolder) -> None:
-        super().__init__(str(source.path), READ_THREADS, torch.float32, source.block_size)
+    def __init__(self, source: HuggingFaceFolder, pieces: Iterable[Piece], *options: Any) -> None:
+        super().__init__(str(source.path), READ_THREADS, *options)
         self.fs = _ListedFiles(source.files)
         self.weight_map = {name: entry.file for name, entry in source.entries.items()}
+        self.pieces = {piece.name: piece for piece in pieces if piece.layout is not None}
         self.known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
         """Read the headers, the first time."""
-        self.known = self.known or super().read_metadata()
+        if self.known is None:
+            self.known = super().read_metadata()
+            for name, piece in self.pieces.items():
+                _show(self.known, name, torch.Size(piece.view))
         return self.known
+
+    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
+        piece = self.pieces.get(req.storage_index.fqn)
+        if piece is None or piece.layout is None:
+            super()._process_read_request(f, req, planner)
+            return
+        target = planner.resolve_tensor(req).detach()
+        box = [slice(begin, begin + size) for begin, size in zip(req.storage_offsets, req.lengths, strict=True)]
+        rows = max(1, MAX_READ_BYTES // (prod(req.lengths[1:]) * torch.float32.itemsize))
+        begins = [*range(box[0].start, box[0].stop, rows), box[0].stop]
+        for part, (begin, end) in zip(target.split(rows), pairwise(begins), strict=True):
+            part.copy_(self._read(f, piece, piece.layout, (slice(begin, end), *box[1:])))
+        planner.commit_tensor(req, target)
+
+    def _read(self, file: Any, piece: Piece, layout: Layout, box: Slices) -> Tensor:
+        """A box of a tensor as `Piece.view` has it."""
+        ranges, inner, begin = [], [], 0
+        for sizes in layout.parts:
+            slices = box[begin : begin + len(sizes)]
+            begin += len(sizes)
+            ranges.append(_covering(slices, sizes))
+            inner.append((slices, sizes))
+        values = self._mxfp4(file, piece, tuple(ranges)) if piece.scales else file.get_slice(piece.name)[tuple(ranges)]
+        for dim, (slices, sizes) in reversed(list(enumerate(inner))):
+            values = _narrowed(values, dim, slices, sizes)
+        return values
+
+    def _mxfp4(self, file: Any, piece: Piece, box: Slices) -> Tensor:
+        """Values of E2M1, two a byte with the lower bits first, times a power of two for each block."""
+        from safetensors import safe_open
+
+        *rows, columns = box
+        first, last = columns.start // MXFP4_VALUES, -(-columns.stop // MXFP4_VALUES)
+        codes = file.get_slice(piece.name)[(*rows, slice(first, last))]
+        with safe_open(Path(self.path) / self.weight_map[str(piece.scales)], framework="pt") as scales_file:
+            scales = scales_file.get_slice(str(piece.scales))[(*rows, slice(first, last))]
+        of_byte = torch.tensor(FP4 + tuple(-value for value in FP4))
+        of_byte = torch.stack([of_byte.repeat(16), of_byte.repeat_interleave(16)], dim=1)
+        values = of_byte[codes.int()].flatten(-2)
+        values = torch.ldexp(values, scales.int()[..., None] - E8M0_BIAS).flatten(-2)
+        return values[..., columns.start - first * MXFP4_VALUES :][..., : columns.stop - columns.start]
+
+
+class _QuantizedReader(_Reader, QuantizedHuggingFaceStorageReader):
+    """Reads weights in fp8, also without an index file."""
+
+    def __init__(self, source: HuggingFaceFolder, pieces: Iterable[Piece]) -> None:
+        super().__init__(source, pieces, torch.float32, source.block_size)
 
     def _load_quantization_metadata(self) -> None:
         self._build_weight_scale_mapping(self.weight_map)
+
+
+def _show(metadata: Metadata, name: str, shape: torch.Size) -> None:
+    """Give a tensor another shape."""
+    tensor, files = metadata.state_dict_metadata[name], metadata.storage_data
+    old, new = ([0] * number for number in (len(tensor.chunks[0].sizes), len(shape)))
+    tensor.size, tensor.chunks = shape, [ChunkStorageMetadata(torch.Size(new), shape)]
+    files[MetadataIndex(name, new)] = files.pop(MetadataIndex(name, old))
+
+
+def _covering(slices: Slices, sizes: tuple[int, ...]) -> slice:
+    """The range of a dimension on disk that has a box of the dimensions that it consists of."""
+    if len(sizes) == 1:
+        return slices[0]
+    (outer, inner), size = slices, sizes[1]
+    whole = slice(inner.start, inner.stop) if outer.stop - outer.start == 1 else slice(0, size)
+    return slice(outer.start * size + whole.start, (outer.stop - 1) * size + whole.stop)
+
+
+def _narrowed(values: Tensor, dim: int, slices: Slices, sizes: tuple[int, ...]) -> Tensor:
+    """The box of what `_covering` has in a dimension."""
+    if len(sizes) == 1:
+        return values
+    outer, inner = slices
+    number = outer.stop - outer.start
+    values = values.unflatten(dim, (number, -1))
+    return values if number == 1 else values.narrow(dim + 1, inner.start, inner.stop - inner.start)

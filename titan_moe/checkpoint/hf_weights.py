@@ -33,7 +33,7 @@ class Weights(NamedTuple):
         chunks = {name: local_chunks(tensor, self.rows.get(name, ())) for name, tensor in self.tensors.items()}
         for piece in own:
             if shared := [box for chunk in chunks.get(piece.ours, ()) for box in box_of(chunk, piece)]:
-                result[piece.name] = ChunkedTensor(piece.shape, shared)
+                result[piece.name] = ChunkedTensor(piece.view, shared)
         return result
 
     def not_on_disk(self, family: Family) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def pieces_of(family: Family, config: ModelConfig, shapes: Mapping[str, Shape]) 
 
 
 def box_of(chunk: Chunk, piece: Piece) -> Iterator[Chunk]:
-    """What a slice of one of our tensors shares with a tensor on disk, as a view, at its place on disk; or nothing."""
+    """What a slice of ours shares with a tensor on disk, as a view, at its place in `piece.view`; or nothing."""
     index: list[int | slice] = []
     place: list[int] = []
     for dim, (size, offset) in enumerate(zip(chunk.values.shape, chunk.offsets, strict=True)):
@@ -89,7 +89,8 @@ def box_of(chunk: Chunk, piece: Piece) -> Iterator[Chunk]:
         else:
             index.append(slice(first - offset, last - offset))
             place.append(first - begin)
-    yield Chunk(chunk.values[tuple(index)], tuple(place))
+    values, order = chunk.values[tuple(index)], range(len(place)) if piece.layout is None else piece.layout.order
+    yield Chunk(values.permute(*order), tuple(place[dim] for dim in order))
 
 
 def not_zero(tensors: Mapping[str, Tensor]) -> Collection[str]:

@@ -2,12 +2,30 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import NamedTuple
 
 from titan_moe.config.model import ModelConfig
 
+MXFP4_VALUES = 32
+"""That share a scale, two in a byte."""
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""End the names of the two tensors on disk of one in MXFP4."""
+
 Shape = tuple[int, ...]
 Box = tuple[int | slice, ...]
+
+
+class Layout(NamedTuple):
+    """How a tensor on disk has the dimensions of ours: in another order, and some as one."""
+
+    order: tuple[int, ...]  # our dimensions, as they follow on disk
+    parts: tuple[Shape, ...]  # of each dimension on disk, the sizes of ours that it consists of
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes on disk."""
+        return tuple(prod(sizes) for sizes in self.parts)
 
 
 class Piece(NamedTuple):
@@ -17,6 +35,28 @@ class Piece(NamedTuple):
     ours: str
     box: Box  # in ours; dimensions that it does not name are whole
     shape: Shape  # on disk
+    layout: Layout | None = None  # None: the dimensions of the box
+    layout_in_mxfp4: Layout | None = None  # of the same in MXFP4, where a family has it
+
+    @property
+    def view(self) -> Shape:
+        """The shape as which the tensor on disk has each dimension of ours alone, as slices of it are asked for."""
+        return self.shape if self.layout is None else tuple(size for sizes in self.layout.parts for size in sizes)
+
+    @property
+    def in_mxfp4(self) -> "Piece | None":
+        """The same as blocks of 32 values in 4 bits each; None where a family has none."""
+        if self.layout_in_mxfp4 is None:
+            return None
+        *rows, width = self.layout_in_mxfp4.shape
+        shape = (*rows, -(-width // MXFP4_VALUES), MXFP4_VALUES // 2)
+        return self._replace(name=f"{self.name}{MXFP4_BLOCKS}", shape=shape, layout=self.layout_in_mxfp4)
+
+    @property
+    def scales(self) -> str | None:
+        """The name on disk of the scales of one in MXFP4."""
+        is_in_mxfp4 = self.layout_in_mxfp4 is not None and self.name.endswith(MXFP4_BLOCKS)
+        return f"{self.name.removesuffix(MXFP4_BLOCKS)}{MXFP4_SCALES}" if is_in_mxfp4 else None
 
 
 class Rows(NamedTuple):
@@ -50,6 +90,33 @@ class Experts(NamedTuple):
                 yield name.format(expert), box, shape[len(box) :]
 
 
+class Fused(NamedTuple):
+    """One tensor on disk for all of ours, with the dimensions in another order, or several as one.
+
+    Dimensions are letters. `Fused(name, "e2FL", ("e", "L", "F2"))` has gate and up interleaved in its last dimension:
+    of two letters, the second is of neighbours. With `"2F"` gate comes first.
+    """
+
+    name: str
+    ours: str
+    on_disk: tuple[str, ...]
+    in_mxfp4: tuple[str, ...] | None = None
+    """The same of its form in MXFP4, whose blocks are along the last dimension."""
+
+    def cut(self, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Box, Shape]]:
+        """Name, box and shape of each tensor on disk."""
+        yield self.name, (slice(0, shape[0]),), self.layout(shape, self.on_disk).shape
+
+    def layout(self, shape: Shape, on_disk: tuple[str, ...]) -> Layout:
+        """The dimensions on disk of a tensor of ours."""
+        order = tuple(self.ours.index(dim) for dims in on_disk for dim in dims)
+        return Layout(order, tuple(tuple(shape[self.ours.index(dim)] for dim in dims) for dims in on_disk))
+
+    def layouts(self, shape: Shape) -> tuple[Layout, Layout | None]:
+        """The dimensions on disk, and those in MXFP4."""
+        return self.layout(shape, self.on_disk), self.layout(shape, self.in_mxfp4) if self.in_mxfp4 else None
+
+
 class NotOnDisk(NamedTuple):
     """A tensor that the family lacks. It is zero here."""
 
@@ -58,7 +125,7 @@ class NotOnDisk(NamedTuple):
         yield from ()
 
 
-Names = dict[str, Rows | Experts | NotOnDisk]
+Names = dict[str, Rows | Experts | Fused | NotOnDisk]
 """Name of a tensor in a block or outside of blocks -> its tensors on disk, also without the block."""
 
 
@@ -78,9 +145,10 @@ def pieces(names: Names, config: ModelConfig, shapes: Mapping[str, Shape]) -> It
         layer, local = split_name(ours)
         if local not in names:
             raise KeyError(ours)
-        prefix = "" if layer is None else f"model.layers.{layer}."
-        for name, box, on_disk in names[local].cut(shape, config):
-            yield Piece(f"{prefix}{name}", ours, box, on_disk)
+        prefix, row = "" if layer is None else f"model.layers.{layer}.", names[local]
+        layouts = row.layouts(shape) if isinstance(row, Fused) else ()
+        for name, box, on_disk in row.cut(shape, config):
+            yield Piece(f"{prefix}{name}", ours, box, on_disk, *layouts)
 
 
 def split_name(ours: str) -> tuple[int | None, str]:
