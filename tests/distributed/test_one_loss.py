@@ -306,7 +306,7 @@ def test_one_loss_on_layouts(ranks, alone: dict[int, Trace], parallel: ParallelC
         assert_same(trace, alone[-1], 1e-9)
 
 
-GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, qkv_bias=True)
+GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, qkv_bias=True, sinks=True)
 MLA = AttentionConfig(
     kind="mla", num_heads=4, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, kv_lora_rank=8, q_lora_rank=8
 )
@@ -317,8 +317,12 @@ SPLIT_MODELS = {
         MODEL,
         attention=replace(GQA, num_kv_heads=2, qk_norm_over="all_heads", clip_qkv=1.5, partial_rotary_factor=0.5),
     ),
-    "gqa-window": replace(MODEL, attention=replace(GQA, sliding_window=3, full_attention_every=3)),
-    "gqa-tied": replace(MODEL, attention=replace(GQA, qkv_bias=False), embeddings_are_tied=True),
+    "gqa-window": replace(
+        MODEL,
+        attention=replace(GQA, sliding_window=3, full_attention_every=3),
+        moe=replace(MOE, router_bias=True, swiglu_limit=0.5, swiglu_alpha=1.702, swiglu_up_offset=1.0),
+    ),
+    "gqa-tied": replace(MODEL, attention=replace(GQA, qkv_bias=False, sinks=False), embeddings_are_tied=True),
     "mla": replace(MODEL, attention=MLA),
     "mla-latent-gate": replace(
         MODEL, attention=replace(MLA, q_lora_rank=0), moe=replace(MOE, latent_size=8, shared_expert_gate=True)

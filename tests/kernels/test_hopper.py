@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.clones.plan import launch_plan
 from titan_moe.kernels.experts.fp8 import swiglu as fp8_swiglu
 from titan_moe.kernels.experts.fp8 import swiglu_backward as fp8_swiglu_backward
@@ -79,6 +80,7 @@ def packed(rows: int, width: int, columns: int = WHOLE_ROW) -> Tensor:
     return codes(rows, packed_width(width, columns))
 
 
+GPT_OSS = SwiGLU(7.0, 1.702, 1.0)
 QWEN3 = RoutingRule("softmax", 8)
 DEEPSEEK_V3 = RoutingRule("sigmoid", 8, 8, 4, route_scale=2.5)
 
@@ -103,10 +105,10 @@ def in_arena(width: int) -> dict[str, Tensor]:
     return {"base": base(), "out": half(R, width), "out_base": base()}
 
 
-def back_in_fp8(where: Tensor | None = None, columns: int = WHOLE_ROW) -> Any:
+def back_in_fp8(where: Tensor | None = None, columns: int = WHOLE_ROW, activation: SwiGLU = PLAIN_SWIGLU) -> Any:
     kept, x, dy = packed(R, 2 * F, columns), packed(S, D, columns), packed(S, D, columns)
-    back = fp8_swiglu_backward.swiglu_backward
-    return back(half(R, F), kept, single(R), index(R), index(E), x, dy, where, where, columns=columns)
+    of_slots = half(R, F), kept, single(R), index(R), index(E), x, dy, where, where
+    return fp8_swiglu_backward.swiglu_backward(*of_slots, columns=columns, activation=activation)
 
 
 def tiles(usual_slots: int | None = None) -> Any:
@@ -204,6 +206,9 @@ def mm_of_linear(tokens: int, inputs: int, outputs: int) -> object:
 
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
+    "clamped_expert_up": lambda: expert_up(
+        half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), activation=GPT_OSS
+    ),
     "expert_up_with_base": lambda: expert_up(
         half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), hidden=half(R, 2 * F), base=base()
     ),
@@ -426,6 +431,9 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "route_back_mixtral": lambda: route_grad(8, RoutingRule("softmax", 2), single(2, 8), single()),
     "route_back_many": lambda: route_grad(512, RoutingRule("sigmoid", 16), single(2, 512), single()),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
+    "clamped_swiglu_backward": lambda: swiglu_backward(
+        half(R, F), half(R, 2 * F), single(R), index(E), activation=GPT_OSS
+    ),
     "swiglu_backward_with_base": lambda: swiglu_backward(
         half(R, F), half(R, 2 * F), single(R), index(E), base(), base()
     ),
@@ -437,6 +445,8 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "fp8_weights": lambda: quantize_weight(half(E, 2 * F, D), torch.bfloat16),
     "fp8_masters": lambda: quantize_weight(single(E, D, F), torch.bfloat16),
     "fp8_swiglu": lambda: fp8_swiglu.swiglu(half(R, 2 * F), single(R), index(E)),
+    "clamped_fp8_swiglu": lambda: fp8_swiglu.swiglu(half(R, 2 * F), single(R), index(E), activation=GPT_OSS),
+    "clamped_fp8_swiglu_backward": lambda: back_in_fp8(activation=GPT_OSS),
     "fp8_swiglu_with_base": lambda: fp8_swiglu.swiglu(half(R, 2 * F), single(R), index(E), packed(R, 2 * F), base()),
     "fp8_wide_swiglu": lambda: fp8_swiglu.swiglu(half(S, 28_672), single(S), index(E)),
     "fp8_swiglu_backward": back_in_fp8,

@@ -67,6 +67,35 @@ def test_flex_values_and_gradients_equal_the_dense_mask(shape: tuple[int, int, i
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-12, rtol=0)
 
 
+def with_sinks(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, sinks_H: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax over a column more, which is dropped."""
+    repeats = q_BNHD.shape[2] // k_BNHD.shape[2]
+    k_BNHD, v_BNHD = k_BNHD.repeat_interleave(repeats, dim=2), v_BNHD.repeat_interleave(repeats, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q_BNHD, k_BNHD) * 0.1
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if mask is None else mask
+    column = sinks_H[:, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores.masked_fill(~mask, -torch.inf), column], dim=-1).softmax(-1)[..., :-1]
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v_BNHD)
+
+
+@pytest.mark.usefixtures("trains_on_cpu")
+@pytest.mark.parametrize("spec", [SPECS["causal"], SPECS["all"]], ids=["causal", "all"])
+def test_sinks_join_the_softmax(spec: MaskSpec) -> None:
+    torch.manual_seed(0)
+    sizes = ((1, spec.num_queries, 6, 6), (1, 150, 2, 6), (1, 150, 2, 5), (6,))
+    inputs = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    mask = None if spec.is_causal_only else dense_mask(spec)
+    expected = with_sinks(*inputs, mask)
+    direction = torch.randn_like(expected)
+    for own_mask in (mask, block_mask(spec)):
+        actual = causal_attention(*inputs[:3], Context(EMPTY, EMPTY, own_mask), 0.1, inputs[3])
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+        gradients, expected_gradients = (
+            torch.autograd.grad(out, inputs, direction, retain_graph=True) for out in (actual, expected)
+        )
+        torch.testing.assert_close(gradients, expected_gradients, atol=1e-12, rtol=0)
+
+
 def build(config: ModelConfig, attention: str) -> Transformer:
     model = Transformer(config, kernels=Kernels(attention=attention))
     init_weights(model, seed=0, std=0.2, num_layers=config.num_layers)
@@ -74,7 +103,7 @@ def build(config: ModelConfig, attention: str) -> Transformer:
 
 
 @pytest.mark.usefixtures("trains_on_cpu")
-@pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("attention", [replace(GQA, sinks=True), MLA], ids=["gqa", "mla"])
 def test_flex_model_equals_sdpa_model(attention: AttentionConfig) -> None:
     models = [build(replace(CONFIG, attention=attention), kind) for kind in ("sdpa", "flex")]
     tokens, labels = torch.randint(32, (2, 1, 40)).unbind()

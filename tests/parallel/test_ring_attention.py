@@ -14,6 +14,8 @@ from titan_moe.parallel.attention_block import AttendedBlock, attend_to_block, b
 from titan_moe.parallel.ring_attention import RingAttention
 
 BATCH, TOKENS, HEADS, WIDTH, SCALE = 2, 24, 6, 5, 0.3
+WITH_SINKS = 2
+"""So many key/value heads have cases with sinks."""
 
 
 def draw(num_heads: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -22,15 +24,24 @@ def draw(num_heads: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(BATCH, TOKENS, num_heads, WIDTH, dtype=torch.float64, generator=generator).to(dtype)
 
 
+def sinks_of(dtype: torch.dtype) -> Tensor:
+    """A logit of each head, also far from the log-sum-exp of its scores."""
+    return torch.tensor([-9.0, 0.0, 1.0, 2.0, 3.0, 9.0], dtype=dtype).requires_grad_()
+
+
 def whole_attention(num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Result and gradients of queries, keys and values of whole sequences, from scores in plain PyTorch."""
+    """Result and gradients of queries, keys, values and sinks of whole sequences, from scores in plain PyTorch."""
     inputs = [draw(heads, seed, dtype) for seed, heads in enumerate((HEADS, num_kv_heads, num_kv_heads))]
     q, k, v = (x.double().requires_grad_() for x in inputs)
     k_BNHD, v_BNHD = (x.repeat_interleave(HEADS // num_kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k_BNHD) * SCALE
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v_BNHD)
-    return out, *torch.autograd.grad(out, (q, k, v), draw(HEADS, 3, dtype).double())
+    sinks_H, scores = sinks_of(torch.float64), scores.masked_fill(hidden, float("-inf"))
+    if num_kv_heads == WITH_SINKS:
+        scores = torch.cat([scores, sinks_H[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :TOKENS], v_BNHD)
+    leaves = (q, k, v, sinks_H)[: 4 if num_kv_heads == WITH_SINKS else 3]
+    return out, *torch.autograd.grad(out, leaves, draw(HEADS, 3, dtype).double())
 
 
 def attend_on_ranks(num_kv_heads: int, dtype: torch.dtype, is_compiled: bool) -> dict[str, Any]:
@@ -49,9 +60,13 @@ def attend_on_ranks(num_kv_heads: int, dtype: torch.dtype, is_compiled: bool) ->
     if is_compiled:
         torch._dynamo.reset()
         attend = torch.compile(attend.__call__, fullgraph=True, backend="aot_eager")
-    out = attend(q, k, v, Context(torch.empty(0), torch.empty(0), None), SCALE)
-    grads = torch.autograd.grad(out, (q, k, v), draw(HEADS, 3, dtype)[:, own])
-    expected = [x[:, own] for x in whole_attention(num_kv_heads, dtype)]
+    sinks = (sinks_of(dtype),) if num_kv_heads == WITH_SINKS else ()
+    out = attend(q, k, v, Context(torch.empty(0), torch.empty(0), None), SCALE, *sinks)
+    grads = list(torch.autograd.grad(out, (q, k, v, *sinks), draw(HEADS, 3, dtype)[:, own]))
+    expected = list(whole_attention(num_kv_heads, dtype))
+    expected[:4] = [x[:, own] for x in expected[:4]]
+    for gradient in grads[3:]:  # each rank has the part of its tokens
+        dist.all_reduce(gradient)
     return {
         "errors": [(x.double() - y).abs().max().item() for x, y in zip((out, *grads), expected, strict=True)],
         "dtypes": {str(x.dtype) for x in (out, *grads)},

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_moe.config.swiglu import SwiGLU
 from titan_moe.kernels.clones.plan import plan_clones_reference
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
 from titan_moe.kernels.optim.accumulate import BLOCK
@@ -251,7 +252,8 @@ def biases(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def swiglu(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    return [Sample("random", (torch.randn(33, 32, device=device, dtype=dtype), torch.rand(33, device=device)), 2)]
+    tensors = torch.randn(33, 32, device=device, dtype=dtype), torch.rand(33, device=device)
+    return [Sample("random", tensors, 2), Sample("clamped", (*tensors, SwiGLU(0.7, 1.702, 1.0)), 2)]
 
 
 def swiglu_down(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -267,6 +269,7 @@ def logits(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [
         Sample("sequences", (draw(2, 19, 16), draw(8, 16)), 2),
         Sample("no_rows", (draw(0, 16), draw(8, 16)), 2),
+        Sample("bias", (draw(2, 19, 16), draw(8, 16), draw(8)), 3),
         Sample("strided", (*strided(draw(7, 16)), draw(8, 16)), 2),
     ]
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan_moe.config.swiglu import SwiGLU
+
 
 @dataclass(frozen=True)
 class AttentionConfig:
@@ -33,6 +35,10 @@ class AttentionConfig:
     """Bias on the query, key and value projections (`gqa`)."""
     out_bias: bool = False
     """Bias on the output projection (`gqa`; gpt-oss, Phi-3.5-MoE)."""
+    sinks: bool = False
+    """A learned logit of each query head that joins its softmax and has no value, so that a head may attend to nothing
+    (`gqa`; gpt-oss, arXiv:2309.17453). With SDPA it is one more key and eight more columns of queries, keys and values,
+    which are copied for it; FlexAttention scales its result instead, in layers without a window too."""
     sliding_window: int = 0
     """Number of latest tokens that a token attends to, itself included; 0 means all earlier tokens."""
     full_attention_every: int = 0
@@ -52,6 +58,8 @@ class AttentionConfig:
     """YaRN keeps frequencies with more rotations than this over the original context."""
     yarn_beta_slow: float = 1.0
     """YaRN divides frequencies with fewer rotations than this over the original context by the factor."""
+    yarn_truncate: bool = True
+    """Round the borders between kept, blended and divided frequencies to whole ones (gpt-oss does not)."""
     yarn_mscale: float = 1.0
     """DeepSeek's YaRN attention scale for the rotary tables; its ratio to `yarn_mscale_all_dim` multiplies cos and
     sin."""
@@ -120,8 +128,17 @@ class MoEConfig:
     """The tensor that is multiplied by the routing score.
     `activation`: The activation before the down projection. Equal to multiplying the output, with less memory.
     `input`: The input of the expert (Llama 4)."""
+    router_bias: bool = False
+    """A learned bias on the router's logits (gpt-oss); not that of `bias_update_speed`, which selects alone."""
     expert_mlp_bias: bool = False
     """Biases on the gate, up and down projections of the routed experts (gpt-oss)."""
+    swiglu_limit: float = 0.0
+    """Clamp of the pre-activations of routed experts: gates from above, up projections from both sides (7 in gpt-oss);
+    0 means none."""
+    swiglu_alpha: float = 1.0
+    """Factor on the gate inside the sigmoid of routed experts: gate * sigmoid(alpha * gate) (1.702 in gpt-oss)."""
+    swiglu_up_offset: float = 0.0
+    """Added to the clamped up projection of routed experts (1 in gpt-oss)."""
     aux_loss_coef: float = 0.0
     """Coefficient of the per-sequence load-balancing loss (arXiv:2101.03961, arXiv:2412.19437 section 2.1.2); 0
     disables it. It counts the K best scores of a token, whatever the bias and the groups select, also a bias that
@@ -132,6 +149,11 @@ class MoEConfig:
     bias_update_speed: float = 0.0
     """Step size of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once per optimizer step. With 0
     the bias stays: zero, or that of a checkpoint. A typical value is 1e-3. Needs `score_fn = "sigmoid"`."""
+
+    @property
+    def swiglu(self) -> SwiGLU:
+        """The activation of routed experts."""
+        return SwiGLU(self.swiglu_limit, self.swiglu_alpha, self.swiglu_up_offset)
 
     @property
     def unmet_needs_of_fused(self) -> list[str]:

@@ -187,12 +187,13 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     yield _vectors("attention", layers, "attention.qkv.bias", fused if a.qkv_bias else 0)
     normed_widths = 2 * a.head_dim if a.qk_norm_over == "head" else queries + a.num_kv_heads * a.head_dim
     yield _vectors("attention", layers, "attention.qk_norm_rope", normed_widths if a.qk_norm else 0)
+    yield _vectors("attention", layers, "attention.sinks", a.num_heads if a.sinks else 0)
     exchanged = keys + 2 * queries if by_heads > 1 else 0
     received = (1 - 1 / by_heads) * exchanged + (cp // by_heads - 1) * keys
     attended = queries + by_keys * keys
     normed = (queries if by_keys > 1 else attended) if a.qk_norm and by_heads == 1 else 0  # and rotated, not exchanged
     freed = ("qkv_rope", normed)
-    sizes: Any = {"attended": attended, "result": queries, "received": received}
+    sizes: Any = {"attended": attended, "result": queries, "received": received, "has_sinks": a.sinks}
     heads = Split("attention.num_heads", a.num_heads, a.num_kv_heads)
     yield _core(layers, by_heads, heads, 2 * queries, **sizes, freed=freed)
     yield row("attention.out", (queries, width), "inputs", reads_alone=by_heads > 1)
@@ -245,10 +246,11 @@ def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
 
 def _core(
     layers: range, by_heads: int, heads: Split, pair_width: int,
-    *, attended: int, result: int, received: float, freed: tuple[str, int],
+    *, attended: int, result: int, received: float, freed: tuple[str, int], has_sinks: bool = False,
 ) -> Module:  # fmt: skip
-    """Attention without projections. `ulysses` keeps the result before and after its exchange."""
-    kept, gradients = attended + (1 + (by_heads > 1)) * result, attended + result
+    """Attention without projections. `ulysses` keeps the result before and after its exchange, sinks before and after
+    they have scaled it."""
+    kept, gradients = attended + (1 + (by_heads > 1) + has_sinks) * result, attended + result
     sizes: Any = {"kept": kept, "gradients": gradients, "received": received, "tp_split": heads}
     sizes |= {"freed": (freed, ("attention", kept - attended)), "sent": (("attention", attended + result),)}
     return Module("attention", "attention", layers, pair_width=pair_width, **sizes)
@@ -275,6 +277,7 @@ def _moe(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     of_latent = partial(_matrix, "latent", layers, tp, kept=row_width)
     logits = 2 * moe.num_experts  # in fp32
     yield _matrix("router", layers, tp, "feed_forward.router", (width, moe.num_experts), part=None, kept=logits)
+    yield _vectors("router", layers, "feed_forward.router.bias", moe.num_experts if moe.router_bias else 0)
     if moe.latent_size:
         yield of_latent("feed_forward.latent_down", (width, row_width))
     one_expert, hidden = parameters_of_an_expert(model), moe.ffn_hidden_size

@@ -6,11 +6,11 @@ Each table maps the values of a field of `config.kernels.Kernels` to functions o
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
-from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp, with_activation
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, GroupedGemm, QueuedGroupedMM
 from titan_moe.kernels.experts.swiglu_down import (
     SwiGLUDown,
@@ -51,31 +51,33 @@ QUEUED_GROUPED_GEMM: dict[str, Callable[[WeightGradQueue], GroupedGemm]] = {
 """The same with weight gradients that a queue delays."""
 
 
-def choose_expert_mlp(choice: str, score_on: str, has_bias: bool = False) -> ExpertMLP:
-    """The MLP for the recipe's choice of expert kernels, `model.moe.score_on` and `model.moe.expert_mlp_bias`.
+def choose_expert_mlp(
+    choice: str, score_on: str, has_bias: bool = False, activation: SwiGLU = PLAIN_SWIGLU
+) -> ExpertMLP:
+    """The MLP for the recipe's choice of expert kernels, and what `[model.moe]` says of experts.
 
     Raises: ValueError for `fused` with scores on the input, because it gathers rows inside a GEMM, where no score is
         applied; or with biases, which its GEMMs do not add.
     """
     if choice != "fused":
-        return _composite(choice, score_on == "input")
+        return _composite(choice, score_on == "input", activation)
     if score_on == "input":
         raise ValueError('perf.kernels = "fused" needs model.moe.score_on = "activation"; or take "grouped_mm"')
     if has_bias:
         raise ValueError('perf.kernels = "fused" needs model.moe.expert_mlp_bias = false; or take "grouped_mm"')
-    return fused_expert_mlp
+    return with_activation(fused_expert_mlp, activation)
 
 
 @cache
-def _composite(choice: str, weighs_input: bool) -> ExpertMLP:
-    return CompositeMLP(GROUPED_GEMM[choice], weighs_input=weighs_input)
+def _composite(choice: str, weighs_input: bool, activation: SwiGLU) -> ExpertMLP:
+    return CompositeMLP(GROUPED_GEMM[choice], weighs_input, activation)
 
 
 def choose_queued_expert_mlp(mlp: ExpertMLP, queue: WeightGradQueue) -> ExpertMLP | None:
     """The same MLP with weight gradients that the queue delays; None if it has none of its own: emulated formats."""
     if isinstance(mlp, FusedMLP):
         return replace(mlp, queue=queue)
-    for choice, weighs_input in product(GROUPED_GEMM, (False, True)):
-        if mlp == _composite(choice, weighs_input):
-            return CompositeMLP(QUEUED_GROUPED_GEMM[choice](queue), weighs_input=weighs_input)
+    for choice, gemm in GROUPED_GEMM.items():
+        if isinstance(mlp, CompositeMLP) and mlp.gemm == gemm:
+            return replace(mlp, gemm=QUEUED_GROUPED_GEMM[choice](queue))
     return None

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.layers.mask import Mask
 from titan_moe.layers.qk_norm_rope import QKNormRope
+from titan_moe.parameters import ParameterKind
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -25,6 +26,10 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+
+SINK_COLUMNS = 8
+"""That a sink adds to the width of heads: kernels want multiples of it."""
 
 
 def attention_backend(name: str) -> AbstractContextManager[None]:
@@ -46,23 +51,57 @@ class Context(NamedTuple):
     mask: Mask  # None: plain causal
 
 
-def causal_attention(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context, scale: float) -> Tensor:
+def causal_attention(
+    q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
     """Causal scaled dot product attention, restricted by the context's mask if it has one.
 
     Shapes: q [B, N, H, Dqk], k [B, N, Hkv, Dqk], v [B, N, Hkv, Dv], Hkv divides H -> [B, N, H, Dv]. With a mask, the
-    queries may be fewer than the keys.
+    queries may be fewer than the keys. A sink is a logit that joins the softmax of its head and has no value.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNHD, v_BNHD))
     is_grouped = q.shape[1] != k.shape[1]
     mask = context.mask
     if isinstance(mask, BlockMask):
         attend = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-        out = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+        if sinks_H is None:
+            out = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+        else:
+            sizes = AuxRequest(lse=True)
+            out, aux = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped, return_aux=sizes)
+            out = (out * torch.sigmoid(aux.lse - sinks_H[:, None])[..., None]).to(q.dtype)
+    elif sinks_H is not None:
+        out = _with_sink_key(q, k, v, mask, scale, sinks_H)
     else:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
         )
     return out.transpose(1, 2)
+
+
+def _with_sink_key(q_BHQD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks_H: Tensor) -> Tensor:
+    """SDPA does not return the log-sum-exp of scores. So the sink is the first key: its scores are those of a column
+    behind queries, in which it has 1 and other keys 0. Its value is 0. -> [B, H, Q, Dv].
+
+    The causal mask gives queries as many keys as come before, so without another mask there is one more query, too.
+    """
+    width, shift = v.shape[-1], int(mask is None)
+    column = (sinks_H / scale).to(q_BHQD.dtype)[:, None, None].expand(*q_BHQD.shape[:3], 1)
+    q = F.pad(torch.cat([q_BHQD, column], dim=-1), (0, SINK_COLUMNS - 1, shift, 0))
+    is_sink = torch.arange(k.shape[2] + 1, device=k.device)[:, None] == 0
+    k = torch.cat([F.pad(k, (0, 0, 1, 0)), is_sink.to(k.dtype).expand(*k.shape[:2], -1, -1)], dim=-1)
+    k, v = F.pad(k, (0, SINK_COLUMNS - 1)), F.pad(v, (0, SINK_COLUMNS, 1, 0))
+    mask = mask if mask is None else F.pad(mask, (1, 0), value=True)
+    is_grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+    )
+    return out[:, :, shift:, :width]
+
+
+def heads_of_this_rank(sinks_H: Tensor) -> Tensor:
+    """The default of `own_heads` of attention layers: a rank has all heads of the parameter."""
+    return sinks_H
 
 
 def keys_of_own_tokens(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,9 +119,11 @@ class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share key/value heads; optional query and key norms (Qwen3, OLMoE).
 
     Where a rank has queries of some tokens, `gather_keys` takes keys and values to those of whole sequences before they
-    attend, or `attend` is another attention than that of one rank.
+    attend, or `attend` is another attention than that of one rank. `own_heads` takes the sinks of the heads that it
+    computes.
     """
 
+    parameter_kinds = {"sinks": ParameterKind.BIAS}
     residual_ends = ("out.weight",)
     parts = {"forward": ("qkv", "qk_norm_rope", "core"), "core": ("out",)}
 
@@ -94,7 +135,9 @@ class GroupedQueryAttention(nn.Module):
         self.qk_norm_rope = QKNormRope(a, config.norm_eps, kernels.rotary)
         self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=a.out_bias)
         self.gather_keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keys_of_own_tokens
-        self.attend: Callable[[Tensor, Tensor, Tensor, Context, float], Tensor] = causal_attention
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(a.num_heads)) if a.sinks else None)
+        self.own_heads: Callable[[Tensor], Tensor] = heads_of_this_rank
+        self.attend: Callable[..., Tensor] = causal_attention
         self.fused_rows = {"qkv.weight": tuple(n * a.head_dim for n in (a.num_heads, a.num_kv_heads, a.num_kv_heads))}
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
@@ -105,4 +148,5 @@ class GroupedQueryAttention(nn.Module):
 
     def core(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context) -> Tensor:
         """Attention itself and the output projection: -> [B, N, D]."""
-        return self.out(self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))
+        sinks = () if self.sinks is None else (self.own_heads(self.sinks),)
+        return self.out(self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale, *sinks).flatten(2))

@@ -84,7 +84,7 @@ class GroupedExperts(nn.Module):
     def delayed_weights(self) -> DelayedWeights | None:
         """Weights whose gradients are delayed, for rows that are still pending; None if they are not delayed."""
         is_delayed = self.delays_weight_grads and torch.is_grad_enabled()
-        return delay_weight_grads(self.use().weights) if is_delayed else None
+        return delay_weight_grads(self.use().weights, self.mlp) if is_delayed else None
 
     def forward(self, inputs: ExpertInputs, delayed: DelayedWeights | None = None) -> Any:
         """The partial result of each row, [S, L], zero without a slot; or what else the dispatcher combines."""

@@ -59,7 +59,7 @@ class MoE(nn.Module):
         moe, width = config.moe, config.expert_width
         self.router = TopKRouter(config, kernels)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, PERMUTE[kernels.permute])
-        mlp = choose_expert_mlp(kernels.experts, moe.score_on, moe.expert_mlp_bias)
+        mlp = choose_expert_mlp(kernels.experts, moe.score_on, moe.expert_mlp_bias, moe.swiglu)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp, has_bias=moe.expert_mlp_bias)
         self.shared_experts = _shared_experts(config, kernels)
         self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()

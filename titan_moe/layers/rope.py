@@ -45,8 +45,10 @@ def _yarn_frequencies(frequencies: Tensor, config: AttentionConfig, width: int) 
         inverse_frequency = config.yarn_original_tokens / (rotations * 2 * math.pi)
         return width * math.log(inverse_frequency) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
-    high = min(math.ceil(pair_with(config.yarn_beta_slow)), width - 1)
+    low, high = pair_with(config.yarn_beta_fast), pair_with(config.yarn_beta_slow)
+    if config.yarn_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
     ramp = (torch.arange(width // 2, dtype=torch.float32, device=frequencies.device) - low) / max(high - low, 1e-3)
     interpolated = ramp.clamp(0, 1)
     return frequencies / config.yarn_factor * interpolated + frequencies * (1 - interpolated)

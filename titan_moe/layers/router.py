@@ -21,12 +21,12 @@ from titan_moe.parameters import ParameterKind
 class TopKRouter(WideBuffers):
     """Score every expert for every token in fp32 and keep the top K.
 
-    The bias of auxiliary-loss-free balancing (arXiv:2408.15664) affects the selection only, never the weights. It is a
-    buffer that the optimizer step updates, zero if unused. `force` maps logits to experts that replace the selection,
-    int64 [B, N, K], or to None (forced_routing.py).
+    `bias` is a part of the logits (gpt-oss). `expert_bias_E`, that of auxiliary-loss-free balancing (arXiv:2408.15664),
+    affects the selection only, never the weights. It is a buffer that the optimizer step updates, zero if unused.
+    `force` maps logits to experts that replace the selection, int64 [B, N, K], or to None (forced_routing.py).
     """
 
-    parameter_kinds = {"weight": ParameterKind.ROUTER}
+    parameter_kinds = {"weight": ParameterKind.ROUTER, "bias": ParameterKind.BIAS}
     wide_buffers = ("expert_bias_E",)  # steps of 1e-3 are lost in bf16
     expert_bias_E: Tensor
 
@@ -34,6 +34,7 @@ class TopKRouter(WideBuffers):
         super().__init__()
         moe = config.moe
         self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(moe.num_experts)) if moe.router_bias else None)
         self.register_buffer("expert_bias_E", torch.zeros(moe.num_experts, dtype=torch.float32))
         self.rule = RoutingRule(
             moe.score_fn,
@@ -78,7 +79,8 @@ class TopKRouter(WideBuffers):
                 f"a MoE layer takes hidden states [B, N, {self.weight.shape[1]}], batch, sequence and width, and got "
                 f"{list(x_BND.shape)}; a single sequence of tokens [T, D] is x[None]"
             )
-        logits_BNE = self.logits(x_BND, self.weight)
+        bias = () if self.bias is None else (self.bias,)
+        logits_BNE = self.logits(x_BND, self.weight, *bias)
         routing = self.route(logits_BNE, self.expert_bias_E, self.rule, self.force(logits_BNE))
         return self.balance(routing).flatten(0, 1), routing.topk_ids_BNK.flatten(0, 1)
 

@@ -98,6 +98,7 @@ class _OfBlock:
         @wraps(part)
         def with_saved(*args: Any, **kwargs: Any) -> Any:
             masks = [mask.shape[-2:] for it in args if isinstance(mask := getattr(it, "mask", None), Tensor)]
+            masks += [torch.Size((queries, keys + 1)) for queries, keys in masks]  # with a sink
 
             def take(value: Tensor) -> Known | None:
                 return None if value.shape[-2:] in masks else Known(self._source(value), value.detach(), 0)

@@ -45,6 +45,7 @@ class Transformer(nn.Module):
         check_model(config, kernels)
         self.config = config
         self.make_mask: Callable[[MaskSpec], Mask] = MASKS[kernels.attention]
+        self.masks_all_layers = config.attention.sinks and kernels.attention == "flex"
         self.embed = _embedding(config)
         num_dense = config.num_layers - config.num_moe_layers
         blocks = [self.block_class(config, is_dense=i < num_dense, kernels=kernels) for i in range(config.num_layers)]
@@ -88,7 +89,8 @@ class Transformer(nn.Module):
         shared: dict[int, Context] = {}
         for window in set(windows.values()):
             spec = MaskSpec(num_tokens, window, document_ids_BN, device, positions_Q)
-            shared[window] = Context(*tables, None if spec.is_causal_only else self.make_mask(spec))
+            has_mask = self.masks_all_layers or not spec.is_causal_only
+            shared[window] = Context(*tables, self.make_mask(spec) if has_mask else None)
         return {name: shared[window] for name, window in windows.items()}
 
     def generate(self, tokens_BN: Tensor, num_tokens: int, **sampling: Any) -> Tensor:

@@ -86,6 +86,20 @@ def merge(total: AttendedBlock, block: AttendedBlock) -> None:
     torch.logaddexp(total.lse_BHn, block.lse_BHn, out=total.lse_BHn)
 
 
+def add_sinks(total: AttendedBlock, sinks_H: Tensor) -> None:
+    """Let the sink of each head join the softmax of a result in fp32 or wider, in place."""
+    sinks_H1 = sinks_H[:, None].to(total.lse_BHn.dtype)
+    total.out_BnHD.mul_(torch.sigmoid(total.lse_BHn - sinks_H1).transpose(1, 2)[..., None])
+    torch.logaddexp(total.lse_BHn, sinks_H1, out=total.lse_BHn)
+
+
+def sink_gradients(dout_BnHD: Tensor, whole: AttendedBlock, sinks_H: Tensor) -> Tensor:
+    """The gradients of sinks. `whole` is with them."""
+    dots_BHn = (dout_BnHD.to(whole.lse_BHn.dtype) * whole.out_BnHD).sum(-1).transpose(1, 2)
+    parts_BHn = torch.exp(sinks_H[:, None].to(whole.lse_BHn.dtype) - whole.lse_BHn)
+    return -(parts_BHn * dots_BHn).sum((0, 2)).to(sinks_H.dtype)
+
+
 def _expand_heads(x_BGmD: Tensor, num_heads: int) -> Tensor:
     """Repeat each key/value head for its queries' heads: the kernel for CPUs takes fewer heads on torch 2.13 alone."""
     return x_BGmD.repeat_interleave(num_heads // x_BGmD.shape[1], dim=1)

@@ -91,7 +91,19 @@ def _exchange_heads(attention: GroupedQueryAttention, tp: int, group: dist.Proce
     last = attention.qkv if rope.all_heads is None else rope.all_heads  # that sees all heads
     last.register_forward_hook(TokensToHeads(widths, group, attention.head_dim))
     attention.out.register_forward_pre_hook(HeadsToTokens(group))
+    attention.own_heads = OwnHeads(group)
     rope.heads_per_group = num_heads // num_ranks // max(num_kv_heads // num_ranks, 1) + 2
+
+
+class OwnHeads:
+    """`own_heads` of an attention layer whose rank has a part of its heads."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.num_ranks = group.rank(), group.size()
+
+    def __call__(self, of_heads: Tensor) -> Tensor:
+        """[H] -> [H / P]."""
+        return of_heads.chunk(self.num_ranks)[self.rank]
 
 
 class TokensToHeads:

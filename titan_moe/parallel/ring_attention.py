@@ -3,7 +3,8 @@
 P ranks · B batch · n tokens of a rank · H heads · G key/value heads · D head width
 
 A rank keeps its queries. In each of P steps it attends to the keys and values of one rank and merges the result with
-those before by their log-sum-exp, while the next keys and values arrive from the rank before it.
+those before by their log-sum-exp, while the next keys and values arrive from the rank before it. A sink is one more
+key without a value: it joins at the end, and gradients of keys read the log-sum-exp with it.
 
 Own tokens are a chunk from the start and one from the end of each sequence (`SequenceShard`), so of every other rank's
 block half of the pairs is visible, and only these are computed, without a mask:
@@ -30,7 +31,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titan_moe.layers.attention import Context
-from titan_moe.parallel.attention_block import AttendedBlock, attend_to_block, block_gradients, merge
+from titan_moe.parallel.attention_block import (
+    AttendedBlock,
+    add_sinks,
+    attend_to_block,
+    block_gradients,
+    merge,
+    sink_gradients,
+)
 
 
 class RingAttention:
@@ -39,14 +47,22 @@ class RingAttention:
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
         self.group, self.backend = group, backend
 
-    def __call__(self, q_BnHD: Tensor, k_BnGD: Tensor, v_BnGD: Tensor, context: Context, scale: float) -> Tensor:
+    def __call__(
+        self,
+        q_BnHD: Tensor,
+        k_BnGD: Tensor,
+        v_BnGD: Tensor,
+        context: Context,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Plain causal attention to whole sequences: -> [B, n, H, D]."""
-        return _ring_attention(q_BnHD, k_BnGD, v_BnGD, scale, self.backend, self.group.group_name)[0]
+        return _ring_attention(q_BnHD, k_BnGD, v_BnGD, scale, self.backend, self.group.group_name, sinks_H)[0]
 
 
 @torch.library.custom_op("titan_moe::ring_attention", mutates_args=())
 def _ring_attention(
-    q_BnHD: Tensor, k_BnGD: Tensor, v_BnGD: Tensor, scale: float, backend: str, group: str
+    q_BnHD: Tensor, k_BnGD: Tensor, v_BnGD: Tensor, scale: float, backend: str, group: str, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     ring, half = _Ring(_resolve_process_group(group)), q_BnHD.shape[1] // 2
     kv_2BnGD = torch.stack([k_BnGD, v_BnGD])
@@ -67,11 +83,13 @@ def _ring_attention(
             merge(AttendedBlock(out_BnHD[:, half:], lse_BHn[:, :, half:]), block)
         if arriving is not None:
             kv_2BnGD = arriving.wait()
+    if sinks_H is not None:
+        add_sinks(AttendedBlock(out_BnHD, lse_BHn), sinks_H)
     return out_BnHD.to(q_BnHD.dtype), lse_BHn
 
 
 @_ring_attention.register_fake
-def _(q_BnHD: Tensor, k: Tensor, v: Tensor, scale: float, backend: str, group: str) -> tuple[Tensor, Tensor]:
+def _(q_BnHD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, num_tokens, num_heads, _ = q_BnHD.shape
     accumulated = torch.promote_types(q_BnHD.dtype, torch.float32)
     return q_BnHD.new_empty(q_BnHD.shape), q_BnHD.new_empty((batch, num_heads, num_tokens), dtype=accumulated)
@@ -125,14 +143,16 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *qkv, ctx.scale, ctx.backend, ctx.group = inputs
-    ctx.save_for_backward(*qkv, *output)
+    *qkv, ctx.scale, ctx.backend, ctx.group, sinks_H = inputs
+    ctx.save_for_backward(*qkv, *output, sinks_H)
     ctx.set_materialize_grads(False)  # the log-sum-exp has none
 
 
 def _gradients(ctx: Any, dout_BnHD: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    grads = _ring_attention_backward(dout_BnHD, *ctx.saved_tensors, ctx.scale, ctx.backend, ctx.group)
-    return *grads, None, None, None
+    *saved, sinks_H = ctx.saved_tensors
+    grads = _ring_attention_backward(dout_BnHD, *saved, ctx.scale, ctx.backend, ctx.group)
+    dsinks_H = None if sinks_H is None else sink_gradients(dout_BnHD, AttendedBlock(*saved[3:]), sinks_H)
+    return *grads, None, None, None, dsinks_H
 
 
 _ring_attention.register_autograd(_gradients, setup_context=_save)

@@ -55,6 +55,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 if (norm := module.qk_norm_rope.all_heads) is not None:
                     readers[norm] = of_rank._replace(rows=norm.widths, num_parts=of_rank.num_parts[:2])
                     norm.average = _MeanOfRanks(group)
+                readers[module] = _own_heads(module, mesh)
                 _split(module.out, "weight", COLUMNS, mesh)
                 if not config.tp_comm_overlap:  # which adds the bias to sums
                     readers[module.out] = _Share(mesh.size())
@@ -104,6 +105,12 @@ def _split_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> "_OwnRow
     else:
         rope.heads_per_group = rows[0] // num_parts[0] // attention.head_dim + 2
     return _OwnRows(rows, num_parts, mesh.get_local_rank(), mesh.size())
+
+
+def _own_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> "_OwnRows":
+    """This rank's of a number for each query head. The parameter is on all ranks, like the bias of a projection."""
+    num_heads = attention.fused_rows["qkv.weight"][0] // attention.head_dim
+    return _OwnRows((num_heads,), (mesh.size(),), mesh.get_local_rank(), mesh.size())
 
 
 def _split(module: nn.Module, name: str, placement: Shard, mesh: DeviceMesh, rows: tuple[int, ...] = ()) -> None:

@@ -6,6 +6,7 @@ any precision.
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,8 +43,9 @@ def convert(model: nn.Module, resolved: Resolved, device: torch.device) -> dict[
     for name, formats in formats_of.items():
         module = modules.get(name)
         if isinstance(module, GroupedExperts):
-            weighs_input = recipe.model.moe.score_on == "input"
-            convert_experts(module, formats, backend, weighs_input=weighs_input, in_triton=in_triton)
+            moe = recipe.model.moe
+            options: Any = {"weighs_input": moe.score_on == "input", "activation": moe.swiglu}
+            convert_experts(module, formats, backend, **options, in_triton=in_triton)
         elif type(module) in CONVERTIBLE:
             model.set_submodule(name, convert_linear(module, formats, backend, in_triton=in_triton))
         else:

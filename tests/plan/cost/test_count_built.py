@@ -29,12 +29,12 @@ VARIANTS = {
     "tied embeddings": replace(BASE, embeddings_are_tied=True),
     "query and key norms": replace(BASE, attention=replace(GQA, qk_norm=True)),
     "norms over all heads": replace(BASE, attention=replace(GQA, qk_norm=True, qk_norm_over="all_heads", clip_qkv=2.0)),
-    "biases": replace(BASE, attention=replace(GQA, qkv_bias=True, out_bias=True)),
+    "biases": replace(BASE, attention=replace(GQA, qkv_bias=True, out_bias=True, sinks=True)),
     "mla": replace(BASE, attention=MLA),
     "mla with query compression": replace(BASE, attention=replace(MLA, q_lora_rank=9)),
     "no shared experts": replace(BASE, moe=replace(MOE, shared_ffn_hidden_size=0)),
     "shared gate": replace(BASE, moe=replace(MOE, shared_expert_gate=True)),
-    "expert biases": replace(BASE, moe=replace(MOE, expert_mlp_bias=True, latent_size=12)),
+    "expert biases": replace(BASE, moe=replace(MOE, expert_mlp_bias=True, router_bias=True, latent_size=12)),
     "latent": replace(BASE, moe=replace(MOE, latent_size=12)),
     "bias and groups": replace(
         BASE, moe=replace(MOE, score_fn="sigmoid", bias_update_speed=1e-3, num_groups=4, top_k_groups=2)

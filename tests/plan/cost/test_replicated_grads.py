@@ -28,7 +28,7 @@ from titan_moe.plan.cost.roofline import sharding_bytes, step_work
 from titan_moe.plan.pipeline.parts import Part, parts_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=16, qk_norm=True, qkv_bias=True, out_bias=True)
+GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=16, qk_norm=True, qkv_bias=True, out_bias=True, sinks=True)
 MLA = AttentionConfig(
     kind="mla", num_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, q_lora_rank=24
 )
@@ -42,7 +42,7 @@ SPLIT_MODELS = {
     "mla": replace(MODEL, attention=MLA),
     "mla without query compression": replace(MODEL, attention=replace(MLA, q_lora_rank=0)),
     "gates, tied": replace(MODEL, embeddings_are_tied=True, moe=replace(MOE, shared_expert_gate=True)),
-    "biases of experts": replace(MODEL, moe=replace(MOE, expert_mlp_bias=True)),
+    "biases of experts": replace(MODEL, moe=replace(MOE, expert_mlp_bias=True, router_bias=True)),
     "dense": replace(MODEL, moe=MoEConfig(num_experts=0)),
 }
 

@@ -148,8 +148,8 @@ def _meant(model: ModelConfig) -> ModelConfig:
     unread = set(FREE)
     attention, moe = model.attention, model.moe
     of_norm = {"qk_norm_over", "qk_norm_is_after_rope"}
-    of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias", "clip_qkv", "partial_rotary_factor"}
-    of_gqa |= of_norm
+    of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias", "sinks", "clip_qkv"}
+    of_gqa |= of_norm | {"partial_rotary_factor"}
     of_mla = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_eps"}
     unread |= {f"attention.{name}" for name in (of_mla if attention.kind == "gqa" else of_gqa)}
     if not attention.qk_norm:

@@ -198,6 +198,7 @@ GQA: Names = {
     "attention.qkv.weight": Rows(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), _of_heads),
     "attention.qkv.bias": Rows(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), _of_heads),
     "attention.out.bias": one("self_attn.o_proj.bias"),
+    "attention.sinks": one("self_attn.sinks"),
     "attention.qk_norm_rope.q_norm_weight": one("self_attn.q_norm.weight"),
     "attention.qk_norm_rope.k_norm_weight": one("self_attn.k_norm.weight"),
     "attention.qk_norm_rope.all_heads.weight": Rows(

@@ -27,10 +27,11 @@ YARN = {
     "original_max_position_embeddings": "yarn_original_tokens",
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_truncate",
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
-ROPE_NEUTRAL = {"attention_factor": None, "truncate": True}
+ROPE_NEUTRAL = {"attention_factor": None}
 """Keys of a rotary embedding with the only value that is built."""
 
 
@@ -70,7 +71,7 @@ def _read_partial_rope(settings: Settings) -> Values:
 
 def type_of(key: str) -> type:
     """Of a value of yarn."""
-    return int if key == "original_max_position_embeddings" else float
+    return {"original_max_position_embeddings": int, "truncate": bool}.get(key, float)
 
 
 def _write_rope(model: ModelConfig) -> Values:
@@ -80,6 +81,8 @@ def _write_rope(model: ModelConfig) -> Values:
         scaling = {"type": "yarn", "rope_type": "yarn", **{key: getattr(a, ours) for key, ours in YARN.items()}}
         if not a.yarn_mscale_all_dim and a.yarn_mscale == 1.0:
             del scaling["mscale"], scaling["mscale_all_dim"]
+        if a.yarn_truncate:
+            del scaling["truncate"]
         values |= {"rope_scaling": scaling, "max_position_embeddings": int(a.yarn_factor * a.yarn_original_tokens)}
     return values
 

@@ -39,10 +39,12 @@ def norm_after_rope_is_over_heads(recipe: Recipe, world_size: int) -> Iterator[s
         yield f"model.attention.qk_norm_is_after_rope = true needs {needs}"
 
 
-OF_GQA = ("qk_norm", "clip_qkv", "qkv_bias", "out_bias", "partial_rotary_factor")
+OF_GQA = ("qk_norm", "clip_qkv", "qkv_bias", "out_bias", "sinks", "partial_rotary_factor")
 
 
-@rule("mla normalises its compressed latents and has no biases", f"model.attention.kind {' '.join(OF_GQA)}")
+@rule(
+    "mla normalises its compressed latents, and has no biases and no sinks", f"model.attention.kind {' '.join(OF_GQA)}"
+)
 def gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key in OF_GQA:
         value = getattr(recipe.model.attention, key)

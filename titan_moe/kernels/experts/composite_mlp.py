@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.experts.bias import add_bias
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, GroupedGemm
 from titan_moe.kernels.experts.slots import ExpertSlots
@@ -34,6 +35,7 @@ class CompositeMLP:
     gemm: GroupedGemm
     weighs_input: bool = False
     """Whether the score weighs the gathered rows (Llama 4), or the activation and the down bias."""
+    activation: SwiGLU = PLAIN_SWIGLU
 
     def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
         gemm, (rows_R, slots_SK, scores_R, offsets_e) = self.gemm, slots
@@ -44,7 +46,7 @@ class CompositeMLP:
         if weights.gate_up_bias is not None:
             bias = weights.gate_up_bias.join().flatten(1)
             hidden_R2F = add_bias(hidden_R2F, bias, torch.ones_like(scores_R), offsets_e)
-        y_RD = gemm(weighted_swiglu(hidden_R2F, scores_R), *weights.down, offsets_e)
+        y_RD = gemm(weighted_swiglu(hidden_R2F, scores_R, self.activation), *weights.down, offsets_e)
         if weights.down_bias is not None:
             y_RD = add_bias(y_RD, weights.down_bias.join(), scores_R, offsets_e)
         return sum_slots(y_RD, rows_R, slots_SK)
@@ -52,13 +54,13 @@ class CompositeMLP:
     def __reduce__(self) -> tuple[Any, ...]:
         for name, gemm in GROUPED_GEMM.items():
             if gemm is self.gemm:
-                return _composite_of, (name, self.weighs_input)
-        return CompositeMLP, (self.gemm, self.weighs_input)
+                return _composite_of, (name, self.weighs_input, self.activation)
+        return CompositeMLP, (self.gemm, self.weighs_input, self.activation)
 
     def __deepcopy__(self, memo: object) -> "CompositeMLP":
         """A copied layer has the same MLP."""
         return self
 
 
-def _composite_of(name: str, weighs_input: bool) -> CompositeMLP:
-    return CompositeMLP(GROUPED_GEMM[name], weighs_input)
+def _composite_of(name: str, weighs_input: bool, activation: SwiGLU = PLAIN_SWIGLU) -> CompositeMLP:
+    return CompositeMLP(GROUPED_GEMM[name], weighs_input, activation)

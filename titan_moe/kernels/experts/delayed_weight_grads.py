@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan_moe.kernels.delayed_weight_grads import DelayedWeightGrads
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp, with_activation
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
 
@@ -42,9 +42,10 @@ class DelayedWeights(NamedTuple):
 
     weights: ExpertWeights
     grads: DelayedWeightGrads
+    fused: FusedMLP
 
     def mlp(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
-        """`fused_expert_mlp` with these weights.
+        """The fused MLP with these weights.
 
         A backward that stops at the rows does not compute their gradients, and keeps their inputs with the graph.
 
@@ -53,15 +54,16 @@ class DelayedWeights(NamedTuple):
         if self.grads.is_used:
             raise RuntimeError("delayed weights can be used once: call delay_weight_grads again for other rows")
         self.grads.is_used = True
-        return fused_expert_mlp(x_SD, slots, weights, self.grads)
+        return self.fused(x_SD, slots, weights, self.grads)
 
 
 def can_delay(mlp: ExpertMLP) -> bool:
     """Whether an MLP has weight gradients of its own to delay."""
-    return mlp == fused_expert_mlp
+    return isinstance(mlp, FusedMLP) and mlp == with_activation(fused_expert_mlp, mlp.format.activation)
 
 
-def delay_weight_grads(weights: ExpertWeights) -> DelayedWeights:
-    """Delay the gradients of these weights, which must not include clones."""
+def delay_weight_grads(weights: ExpertWeights, mlp: ExpertMLP = fused_expert_mlp) -> DelayedWeights:
+    """Delay the gradients of these weights of an MLP that can, which must not include clones."""
+    assert isinstance(mlp, FusedMLP)
     grads = DelayedWeightGrads()
-    return DelayedWeights(ExpertWeights.of(_Delayed.apply(grads, *fused_expert_mlp.format.operands(weights))), grads)
+    return DelayedWeights(ExpertWeights.of(_Delayed.apply(grads, *mlp.format.operands(weights))), grads, mlp)

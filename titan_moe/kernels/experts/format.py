@@ -16,13 +16,14 @@ pre-activations, and does not read them. A new format is one file, and a row of 
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles
@@ -73,11 +74,14 @@ class ExpertFormat(ABC):
 
     gemms: GemmFormats
     """The GEMMs that are rounded."""
+    activation: SwiGLU = field(default=PLAIN_SWIGLU, kw_only=True)
+    """What is between the projections: the kernels that round it compute it, too."""
 
     @property
     def name(self) -> str:
         """As operations take it."""
-        return str(self.gemms)
+        numbers = () if self.activation == PLAIN_SWIGLU else self.activation
+        return " ".join([str(self.gemms), *map(repr, numbers)])
 
     @property
     def is_rounded(self) -> bool:

@@ -14,15 +14,16 @@ The operations take named tuples as lists of their tensors.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.delayed_weight_grads import Delay, WeightGradQueue
 from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
@@ -197,6 +198,12 @@ class FusedMLP:
 fused_expert_mlp = FusedMLP(PLAIN)
 FUSED_MLPS = {format.gemms: FusedMLP(format) for format in FP8_FORMATS} | {PLAIN.gemms: fused_expert_mlp}
 """By the formats of their GEMMs."""
+
+
+@cache
+def with_activation(mlp: FusedMLP, activation: SwiGLU) -> FusedMLP:
+    """The same MLP, one for all layers, with another activation."""
+    return mlp if activation == PLAIN_SWIGLU else replace(mlp, format=replace(mlp.format, activation=activation))
 
 
 def format_of(mlp: ExpertMLP) -> ExpertFormat:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows
@@ -44,13 +45,14 @@ def up(
     schedule: TileSchedule | None = None,
     hidden: Tensor | None = None,
     base: Tensor | None = None,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activation [R, 2F] and weighted activation [R, F]. With `schedule`, the launch gets rows into x.
 
     With `base`, rows and the pre-activation, written into `hidden`, are those of several layers.
     """
-    gate_up = weights.gate_up.join()
-    return expert_up(x_SD, slots.rows_R, slots.scores_R, gate_up, tiles, schedule=schedule, hidden=hidden, base=base)
+    operands = x_SD, slots.rows_R, slots.scores_R, weights.gate_up.join(), tiles
+    return expert_up(*operands, schedule=schedule, hidden=hidden, base=base, activation=activation)
 
 
 def down(active_RF: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = F.grouped_mm) -> Tensor:
@@ -68,6 +70,7 @@ def d_down(
     base: Tensor | None = None,
     dactive_RF: Tensor | None = None,
     delayed: Tensor | None = None,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dhidden [R, 2F], weighted activation [R, F], dscores [R]. With `schedule`, the launch gets rows into dy.
 
@@ -78,7 +81,7 @@ def d_down(
     dactive_RF = gather_mm(
         dy_SD, slots.rows_R, down, tiles, schedule=schedule, base=delayed, out=dactive_RF, out_base=delayed
     )
-    return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, base, delayed)
+    return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, base, delayed, activation)
 
 
 def d_up(dhidden_R2F: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = F.grouped_mm) -> Tensor:
@@ -119,6 +122,7 @@ def delayed_dw(
     hidden_R2F: Tensor,
     base: Tensor | None = None,
     delayed: Tensor | None = None,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor]:
     """`dw` a while after `d_down`: gradients of pre-activations and activations are computed again.
 
@@ -126,7 +130,7 @@ def delayed_dw(
     of several layers; with `delayed`, dy_SD and dactive_RF are.
     """
     rows_R, _, scores_R, offsets_e = slots
-    dhidden_R2F, active_RF, _ = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e, base, delayed)
+    dhidden_R2F, active_RF, _ = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e, base, delayed, activation)
     return dw(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF, base, delayed)
 
 

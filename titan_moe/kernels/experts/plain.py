@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.experts import passes
 from titan_moe.kernels.experts.format import Direction, ExpertFormat, Work
 from titan_moe.kernels.experts.slot_mm import slot_mm
@@ -20,9 +21,11 @@ class PlainPasses:
     """Those of passes.py. A pass joins clones to own weights for itself, where they are not joined yet."""
 
     weights: ExpertWeights
+    activation: SwiGLU = PLAIN_SWIGLU
 
     def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None = None) -> Tensor:
-        return passes.up(x_SW, work.slots, self.weights, work.tiles, work.schedule, hidden, base)[1]
+        of_work = work.slots, self.weights, work.tiles, work.schedule
+        return passes.up(x_SW, *of_work, hidden, base, self.activation)[1]
 
     def down(self, active: Tensor, work: Work, *, in_triton: bool = False) -> Tensor:
         return passes.down(active, work.slots, self.weights, _gemm(work, in_triton))
@@ -38,7 +41,7 @@ class PlainPasses:
         delayed: Tensor | None = None,
     ) -> tuple[Tensors, Tensor]:
         *gradients, dscores_R = passes.d_down(
-            dy_SW, work.slots, self.weights, hidden, work.tiles, work.schedule, base, dactive, delayed
+            dy_SW, work.slots, self.weights, hidden, work.tiles, work.schedule, base, dactive, delayed, self.activation
         )
         return gradients, dscores_R
 
@@ -84,7 +87,7 @@ class PlainFormat(ExpertFormat):
 
     def passes(self, weights: Tensors, direction: Direction | None = None) -> PlainPasses:
         of_all = ExpertWeights.of(weights)
-        return PlainPasses(of_all if direction else of_all.join())
+        return PlainPasses(of_all if direction else of_all.join(), self.activation)
 
     def dw(
         self, dy_SW: Tensor, x_SW: Tensor, slots: ExpertSlots, tiles: Any, gradients: Tensors, hidden: Any,
@@ -97,7 +100,7 @@ class PlainFormat(ExpertFormat):
         self, dy_SW: Tensor, x_SW: Tensor, slots: ExpertSlots, tiles: Any, dactive: Tensor, hidden: Tensor,
         base: Tensor | None, delayed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return passes.delayed_dw(dy_SW, x_SW, slots, dactive, hidden, base, delayed)
+        return passes.delayed_dw(dy_SW, x_SW, slots, dactive, hidden, base, delayed, self.activation)
 
 
 PLAIN = PlainFormat(GemmFormats())

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
+from titan_moe.kernels.experts.activation import backward, forward
 from titan_moe.kernels.experts.tiles import MAX_PROGRAMS, SLACK
 
 
@@ -19,6 +21,7 @@ from titan_moe.kernels.experts.tiles import MAX_PROGRAMS, SLACK
 def _swiglu_backward_kernel(
     dactive_ptr, hidden_ptr, scores_ptr, offsets_ptr, dhidden_ptr, active_ptr, dscores_ptr, num_slots, num_experts,
     base_ptr, dactive_base_ptr, F: tl.constexpr, BLOCK_F: tl.constexpr, IS_ROUTED: tl.constexpr, SLACK: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # products with a width keep their alignment
         hidden_ptr += tl.load(base_ptr + 1) * (2 * F)
@@ -34,7 +37,7 @@ def _swiglu_backward_kernel(
         if index < end:
             _swiglu_backward_slot(
                 slot, dactive_ptr + slot * F, hidden_ptr + slot * 2 * F, scores_ptr, dhidden_ptrs, active_ptrs,
-                dscores_ptr, F, BLOCK_F, IS_ROUTED,
+                dscores_ptr, F, BLOCK_F, IS_ROUTED, LIMIT, ALPHA, UP_OFFSET,
             )  # fmt: skip
         else:
             _clear(dhidden_ptrs, 2 * F, BLOCK_F)
@@ -45,6 +48,7 @@ def _swiglu_backward_kernel(
 def _swiglu_backward_slot(
     slot, dactive_ptr, hidden_ptr, scores_ptr, dhidden_ptr, active_ptr, dscores_ptr,
     F: tl.constexpr, BLOCK_F: tl.constexpr, IS_ROUTED: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     score = 1.0
     if IS_ROUTED:
@@ -56,14 +60,12 @@ def _swiglu_backward_slot(
         gate = tl.load(hidden_ptr + features, mask=keep, other=0.0).to(tl.float32)
         up = tl.load(hidden_ptr + F + features, mask=keep, other=0.0).to(tl.float32)
         dactive = tl.load(dactive_ptr + features, mask=keep, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        dscore += tl.sum(dactive * silu * up, axis=0)
-        tl.store(active_ptr + features, (silu * up * score).to(active_ptr.dtype.element_ty), mask=keep)
-        dactive *= score
-        dgate = dactive * up * (sigmoid + silu * (1 - sigmoid))
+        silu, factor = forward(gate, up, LIMIT, ALPHA, UP_OFFSET)
+        dscore += tl.sum(dactive * silu * factor, axis=0)
+        tl.store(active_ptr + features, (silu * factor * score).to(active_ptr.dtype.element_ty), mask=keep)
+        dgate, dup = backward(gate, up, dactive * score, LIMIT, ALPHA, UP_OFFSET)
         tl.store(dhidden_ptr + features, dgate.to(dhidden_ptr.dtype.element_ty), mask=keep)
-        tl.store(dhidden_ptr + F + features, (dactive * silu).to(dhidden_ptr.dtype.element_ty), mask=keep)
+        tl.store(dhidden_ptr + F + features, dup.to(dhidden_ptr.dtype.element_ty), mask=keep)
     if IS_ROUTED:
         tl.store(dscores_ptr + slot, dscore)
 
@@ -82,6 +84,7 @@ def swiglu_backward(
     offsets_e: Tensor | None = None,
     base: Tensor | None = None,
     dactive_base: Tensor | None = None,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of the pre-activation [R, 2F], weighted activation [R, F], gradient of the scores [R].
 
@@ -101,6 +104,6 @@ def swiglu_backward(
             dactive_RF, hidden_R2F, scores_R, offsets_e, dhidden_R2F, active_RF, dscores_R,
             num_slots, 0 if offsets_e is None else offsets_e.numel(), base, dactive_base,
             F=num_features, BLOCK_F=min(triton.next_power_of_2(num_features), 1024), IS_ROUTED=offsets_e is not None,
-            SLACK=SLACK, num_warps=4,
+            SLACK=SLACK, LIMIT=activation.limit, ALPHA=activation.alpha, UP_OFFSET=activation.up_offset, num_warps=4,
         )  # fmt: skip
     return dhidden_R2F, active_RF, dscores_R

@@ -14,6 +14,8 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
+from titan_moe.kernels.experts.activation import clamp, forward
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, get_arguments, get_in_order, wait_for_rows
 from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, place_in_groups
 
@@ -32,6 +34,7 @@ def _expert_up_kernel(
     F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # products with a width keep their alignment
         x_ptr += tl.load(base_ptr) * D
@@ -54,7 +57,7 @@ def _expert_up_kernel(
         _expert_up_tile(
             tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, begins_ptr,
             ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED, BLOCK_R, BLOCK_F, BLOCK_D,
-            COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+            COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET,
         )  # fmt: skip
     else:
         num_tiles = tl.load(num_tiles_ptr)
@@ -63,7 +66,7 @@ def _expert_up_kernel(
             _expert_up_tile(
                 tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr,
                 active_ptr, begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED,
-                BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+                BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET,
             )  # fmt: skip
 
 
@@ -73,6 +76,7 @@ def _expert_up_tile(
     required_rows_ptr, arrived_ptr, F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of slots and columns, once its rows have been received."""
     if COPY_BLOCKS:
@@ -101,7 +105,12 @@ def _expert_up_tile(
     tl.store(hidden_ptrs + F, up, mask=keep)
     score = tl.load(scores_ptr + slots, mask=is_slot, other=0.0)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
-    silu = gate * tl.sigmoid(gate) if IS_INTERPRETED else _silu(gate)
+    if IS_INTERPRETED:
+        silu, up = forward(gate, up, LIMIT, ALPHA, UP_OFFSET)
+    else:
+        gate, up = clamp(gate, up, LIMIT)
+        silu = _silu(gate) if ALPHA == 1.0 else _silu(ALPHA * gate) * (1 / ALPHA)
+        up = up if UP_OFFSET == 0.0 else up + UP_OFFSET
     active = silu * up * score[:, None]
     active_ptrs = active_ptr + slots.to(tl.int64)[:, None] * F + features[None, :]
     tl.store(active_ptrs, active.to(active_ptr.dtype.element_ty), mask=keep)
@@ -140,6 +149,7 @@ def expert_up(
     *,
     hidden: Tensor | None = None,
     base: Tensor | None = None,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
 
@@ -165,6 +175,7 @@ def expert_up(
         x_SD, rows_R, scores_R, weights, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(),
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.outputs, BLOCK_D=cut.inner, GROUP=cut.group,
+        LIMIT=activation.limit, ALPHA=activation.alpha, UP_OFFSET=activation.up_offset,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     return hidden, active_RF

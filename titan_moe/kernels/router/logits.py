@@ -21,17 +21,18 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_moe.kernels.autocast import autocast_dtype
 from titan_moe.kernels.registry import Kernel, register
 
-RouterLogits = Callable[[Tensor, Tensor], Tensor]
-"""x [..., D], weight [E, D] -> logits [..., E] in at least fp32."""
+RouterLogits = Callable[..., Tensor]
+"""x [..., D], weight [E, D], and bias [E] if there is one -> logits [..., E] in at least fp32."""
 
 
-def router_logits_reference(x: Tensor, weight_ED: Tensor) -> Tensor:
-    """Cast both to at least fp32 and multiply, also under autocast."""
+def router_logits_reference(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """Cast all to at least fp32 and multiply, also under autocast."""
     wide = torch.promote_types(x.dtype, torch.float32)
+    operands = x.to(wide), weight_ED.to(wide), None if bias_E is None else bias_E.to(wide)
     if autocast_dtype(x) is None:
-        return F.linear(x.to(wide), weight_ED.to(wide))
+        return F.linear(*operands)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(wide), weight_ED.to(wide))
+        return F.linear(*operands)
 
 
 def _mm_fp32_out(a: Tensor, b: Tensor) -> Tensor:
@@ -41,8 +42,9 @@ def _mm_fp32_out(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("titan_moe::router_logits", mutates_args=())
-def _router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    return _mm_fp32_out(x_TD, weight_ED.T)
+def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    logits_TE = _mm_fp32_out(x_TD, weight_ED.T)
+    return logits_TE if bias_E is None else logits_TE.add_(bias_E)
 
 
 @torch.library.custom_op("titan_moe::router_logits_backward", mutates_args=())
@@ -54,26 +56,35 @@ def _router_logits_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) ->
     return both @ torch.cat([weight_ED, weight_ED]), grad_weight_2ED.sum(0).to(weight_ED.dtype)
 
 
-_router_logits.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32))
+_router_logits.register_fake(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32))
 _router_logits_backward.register_fake(lambda grad_TE, *inputs: tuple(map(torch.empty_like, inputs)))
 
 
-def _backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor]:
-    return _router_logits_backward(grad_TE.contiguous(), *ctx.saved_tensors)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *operands, bias_E = inputs
+    ctx.save_for_backward(*operands)
+    ctx.bias_dtype = None if bias_E is None else bias_E.dtype
 
 
-_router_logits.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
-register_flop_formula(torch.ops.titan_moe.router_logits)(lambda x_TD, weight_ED, **_: 2 * prod(x_TD) * weight_ED[0])
+def _backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _router_logits_backward(grad_TE.contiguous(), *ctx.saved_tensors)
+    return *grads, None if ctx.bias_dtype is None else grad_TE.sum(0).to(ctx.bias_dtype)
+
+
+_router_logits.register_autograd(_backward, setup_context=_save)
+register_flop_formula(torch.ops.titan_moe.router_logits)(
+    lambda x_TD, weight_ED, *_, **__: 2 * prod(x_TD) * weight_ED[0]
+)
 register_flop_formula(torch.ops.titan_moe.router_logits_backward)(  # model FLOPs: the split does not double them
     lambda grad_TE, x_TD, weight_ED, **_: 4 * prod(grad_TE) * x_TD[1]
 )
 
 
-def router_logits(x: Tensor, weight_ED: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """fp32 logits [..., E] of rows [..., D]. Unless rows and weight are both bf16, the reference computes them."""
     if x.dtype != torch.bfloat16 or weight_ED.dtype != torch.bfloat16:
-        return router_logits_reference(x, weight_ED)
-    return _router_logits(x.flatten(0, -2).contiguous(), weight_ED.contiguous()).unflatten(0, x.shape[:-1])
+        return router_logits_reference(x, weight_ED, bias_E)
+    return _router_logits(x.flatten(0, -2).contiguous(), weight_ED.contiguous(), bias_E).unflatten(0, x.shape[:-1])
 
 
 register(Kernel("router_logits", router_logits, router_logits_reference))

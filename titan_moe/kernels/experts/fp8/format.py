@@ -89,7 +89,9 @@ class Fp8Passes:
         return codes_of(self.weights, self.format.columns, for_backward=True)
 
     def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None = None) -> Activations:
-        return passes.up(x_SW.view(CODES), work.slots, self.forward, work.tiles, work.schedule, hidden, base)[0]
+        return passes.up(
+            x_SW.view(CODES), work.slots, self.forward, work.tiles, work.schedule, hidden, base, self.format.activation
+        )[0]
 
     def down(self, active: Activations, work: Work, *, in_triton: bool = False) -> Tensor:
         return passes.down(active, self.forward, work.tiles, work.schedule)
@@ -107,8 +109,9 @@ class Fp8Passes:
         rows, of_work = (dy_SW.view(CODES), x_SW.view(CODES)), (work.tiles, work.schedule)
         places, rounds = (base, dactive, delayed), self.format.rounds_weight_grads
         return passes.d_down(
-            *rows, work.slots, self.backward, hidden, *of_work, *places, rounds_weight_gradients=rounds
-        )
+            *rows, work.slots, self.backward, hidden, *of_work, *places,
+            rounds_weight_gradients=rounds, activation=self.format.activation,
+        )  # fmt: skip
 
     def d_up(self, gradients: HiddenGradients, work: Work, *, in_triton: bool = False) -> Tensor:
         return passes.d_up(gradients, self.backward, work.tiles, work.schedule)
@@ -191,15 +194,17 @@ class Fp8Format(ExpertFormat):
             assert tiles is not None, "gradients are rounded by tile"
             return passes.dw(*rows, of_hidden, tiles, base)
         assert hidden is not None, "activations are computed again"
-        return passes.plain_dw(*rows, of_hidden, hidden, base)
+        return passes.plain_dw(*rows, of_hidden, hidden, base, self.activation)
 
     def delayed_dw(
         self, dy_SW: Tensor, x_SW: Tensor, slots: ExpertSlots, tiles: Tiles | None, dactive: Tensor, hidden: Tensor,
         base: Tensor | None, delayed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rows = dy_SW.view(CODES), x_SW.view(CODES), slots, dactive, hidden
-        rounds = self.rounds_weight_grads
-        return passes.delayed_dw(*rows, tiles, base, delayed, rounds_weight_gradients=rounds, columns=self.columns)
+        return passes.delayed_dw(
+            *rows, tiles, base, delayed,
+            rounds_weight_gradients=self.rounds_weight_grads, columns=self.columns, activation=self.activation,
+        )  # fmt: skip
 
 
 ROWWISE, BLOCKWISE = GemmFormats(*("fp8_rowwise",) * 3), GemmFormats(*("fp8_blockwise",) * 3)

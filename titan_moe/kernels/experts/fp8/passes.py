@@ -15,10 +15,11 @@ the quantised weights say; on Hopper these have GEMMs of their own (block_mm.py,
 blocks run beside them. Results of GEMMs are bf16 (fp32 in the interpreter).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.experts import passes
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.fp8.block_mm import block_mm, has_roles
@@ -103,14 +104,15 @@ def up(
     schedule: TileSchedule | None = None,
     kept: Tensor | None = None,
     base: Tensor | None = None,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Activations, Tensor]:
     """Weighted activation, and the packed pre-activation of slots. With `schedule`, the launch gets rows into x.
 
     With `base`, packed rows and the pre-activation, written into `kept`, are those of several layers.
     """
     hidden_R2F = _gather_mm(x, slots, weights.gate_up, tiles, schedule, base)
-    columns = weights.columns
-    codes_RF, scales, kept = swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, kept, base, columns=columns)
+    options: Any = {"columns": weights.columns, "activation": activation}
+    codes_RF, scales, kept = swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, kept, base, **options)
     return Activations(codes_RF, scales), kept
 
 
@@ -132,6 +134,7 @@ def d_down(
     delayed: Tensor | None = None,
     *,
     rounds_weight_gradients: bool = True,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[HiddenGradients, Tensor]:
     """Gradient of the pre-activation, for `dw` or for `plain_dw`, and dscores [R].
 
@@ -141,7 +144,8 @@ def d_down(
     are those of several layers. With `delayed`, dy and dactive_RF are.
     """
     dactive_RF = _gather_mm(dy, slots, weights.down, tiles, schedule, delayed, dactive_RF, delayed)
-    return _d_hidden(dy, x, slots, dactive_RF, kept, base, delayed, rounds_weight_gradients, weights.columns)
+    options = rounds_weight_gradients, weights.columns, activation
+    return _d_hidden(dy, x, slots, dactive_RF, kept, base, delayed, *options)
 
 
 def _d_hidden(
@@ -154,10 +158,11 @@ def _d_hidden(
     delayed: Tensor | None,
     rounds_weight_gradients: bool,
     columns: int,
+    activation: SwiGLU,
 ) -> tuple[HiddenGradients, Tensor]:
     codes_R2F, scales, active_RF, factors, dscores_R = swiglu_backward(
         dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base, delayed,
-        has_active=rounds_weight_gradients, columns=columns,
+        has_active=rounds_weight_gradients, columns=columns, activation=activation,
     )  # fmt: skip
     if rounds_weight_gradients:
         dactive_RF = dactive_RF.new_empty(0, dactive_RF.shape[1])
@@ -216,9 +221,10 @@ def plain_dw(
     gradients: HiddenGradients,
     kept: Tensor,
     base: Tensor | None = None,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor]:
     """`dw` with GEMMs in bf16: of rows and pre-activations as they were rounded, without a second rounding."""
-    return _plain_dw(dy, x, slots, gradients.dactive_RF, kept, base, None, gradients.columns)
+    return _plain_dw(dy, x, slots, gradients.dactive_RF, kept, base, None, gradients.columns, activation)
 
 
 def _plain_dw(
@@ -230,12 +236,13 @@ def _plain_dw(
     base: Tensor | None,
     delayed: Tensor | None,
     columns: int,
+    activation: SwiGLU,
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_slots = len(slots.slots_SK), slots.rows_R.numel()
     bases = (None, None) if base is None else (base[:1], base[1:2])
     hidden_R2F = unpack_rows(kept, RESULTS, slots.offsets_e[-1:], columns=columns, base=bases[1], num_rows=num_slots)
     dhidden_R2F, active_RF, _ = passes.swiglu_backward(
-        dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, dactive_base=delayed
+        dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, dactive_base=delayed, activation=activation
     )
     x_SD = unpack_rows(x, RESULTS, columns=columns, base=bases[0], num_rows=num_rows)
     of_dy = None if delayed is None else delayed[:1]
@@ -305,6 +312,7 @@ def delayed_dw(
     *,
     rounds_weight_gradients: bool,
     columns: int,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor]:
     """`dw`, which needs the tiles of `d_down`, or `plain_dw` a while after it: gradients of pre-activations and
     activations are computed again.
@@ -313,9 +321,9 @@ def delayed_dw(
     """
     places = base, delayed
     if not rounds_weight_gradients:
-        return _plain_dw(dy, x, slots, dactive_RF, kept, *places, columns)
+        return _plain_dw(dy, x, slots, dactive_RF, kept, *places, columns, activation)
     assert tiles is not None, "gradients are rounded by tile"
-    gradients, _ = _d_hidden(dy, x, slots, dactive_RF, kept, *places, rounds_weight_gradients, columns)
+    gradients, _ = _d_hidden(dy, x, slots, dactive_RF, kept, *places, rounds_weight_gradients, columns, activation)
     return dw(dy, x, slots, gradients, tiles, *places)
 
 

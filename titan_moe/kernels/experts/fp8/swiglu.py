@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
+from titan_moe.kernels.experts.activation import forward
 from titan_moe.kernels.experts.fp8.packed import CODES, WHOLE_ROW, num_scales, packed_width
 from titan_moe.kernels.experts.fp8.rows import power_of_two, scale_at, store_blocks
 from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
@@ -23,6 +25,7 @@ from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
 def _fp8_swiglu_kernel(
     hidden_ptr, scores_ptr, offsets_ptr, kept_ptr, active_ptr, scales_ptr, base_ptr, num_slots, num_experts,
     F: tl.constexpr, ROW: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # a product with the width keeps its alignment
         kept_ptr += tl.load(base_ptr + 1) * ROW
@@ -35,20 +38,20 @@ def _fp8_swiglu_kernel(
         if COLUMNS:
             kept_scales_ptr, scales_row_ptr = scale_at(kept_row_ptr, 2 * F), scales_ptr + slot * (F // COLUMNS)
             for first in range(0, F, BLOCK_F):
-                gate, up, active, _, _ = _load(gate_ptr, first + features, score, F)
+                gate, up, active, _, _ = _load(gate_ptr, first + features, score, F, LIMIT, ALPHA, UP_OFFSET)
                 store_blocks(active, active_ptr + slot * F, scales_row_ptr, first, F, BLOCK_F, COLUMNS)
                 store_blocks(gate, kept_row_ptr, kept_scales_ptr, first, F, BLOCK_F, COLUMNS)
                 store_blocks(up, kept_row_ptr + F, kept_scales_ptr + F // COLUMNS, first, F, BLOCK_F, COLUMNS)
         else:
-            gate, up, active, most, most_active = _load(gate_ptr, features, score, F)
+            gate, up, active, most, most_active = _load(gate_ptr, features, score, F, LIMIT, ALPHA, UP_OFFSET)
             for first in range(BLOCK_F, F, BLOCK_F):
-                _, _, _, more, more_active = _load(gate_ptr, first + features, score, F)
+                _, _, _, more, more_active = _load(gate_ptr, first + features, score, F, LIMIT, ALPHA, UP_OFFSET)
                 most, most_active = tl.maximum(most, more), tl.maximum(most_active, more_active)
             kept_scale, scale = power_of_two(most), power_of_two(most_active)
             per_kept_scale, per_scale = 1 / kept_scale, 1 / scale  # exact
             for first in range(0, F, BLOCK_F):
                 if F > BLOCK_F:  # or the only piece is still in registers
-                    gate, up, active, _, _ = _load(gate_ptr, first + features, score, F)
+                    gate, up, active, _, _ = _load(gate_ptr, first + features, score, F, LIMIT, ALPHA, UP_OFFSET)
                 keep = first + features < F
                 element: tl.constexpr = active_ptr.dtype.element_ty
                 tl.store(active_ptr + slot * F + first + features, (active * per_scale).to(element), mask=keep)
@@ -59,11 +62,15 @@ def _fp8_swiglu_kernel(
 
 
 @triton.jit
-def _load(gate_ptr, features, score, F: tl.constexpr):
+def _load(
+    gate_ptr, features, score, F: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+):  # fmt: skip
     """Gate, up and weighted activation of a piece of a slot; the largest of the first two, and of the third."""
     gate = tl.load(gate_ptr + features, mask=features < F, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + F + features, mask=features < F, other=0.0).to(tl.float32)
-    active = gate * tl.sigmoid(gate) * up * score
+    silu, factor = forward(gate, up, LIMIT, ALPHA, UP_OFFSET)
+    active = silu * factor * score
     most = tl.max(tl.maximum(tl.abs(gate), tl.abs(up)), axis=0)
     return gate, up, active, most, tl.max(tl.abs(active), axis=0)
 
@@ -81,6 +88,7 @@ def swiglu(
     base: Tensor | None = None,
     *,
     columns: int = WHOLE_ROW,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pre-activation [R, 2F] -> weighted activation [R, F] in e4m3, its scales [R], with blocks [R, F / 128], and the
     packed pre-activation.
@@ -97,6 +105,7 @@ def swiglu(
     if num_slots:
         _fp8_swiglu_kernel[(min(num_slots, MAX_PROGRAMS),)](
             hidden_R2F, scores_R, offsets_e, kept, active_RF, scales, base, num_slots, offsets_e.numel(),
-            F=num_features, ROW=kept.shape[1], BLOCK_F=block_f, COLUMNS=columns, num_warps=max(block_f // 512, 1),
+            F=num_features, ROW=kept.shape[1], BLOCK_F=block_f, COLUMNS=columns, LIMIT=activation.limit,
+            ALPHA=activation.alpha, UP_OFFSET=activation.up_offset, num_warps=max(block_f // 512, 1),
         )  # fmt: skip
     return active_RF, scales, kept

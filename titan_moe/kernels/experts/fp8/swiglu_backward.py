@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
+from titan_moe.kernels.experts.activation import backward, forward
 from titan_moe.kernels.experts.fp8.packed import CODES, WHOLE_ROW, codes_width
 from titan_moe.kernels.experts.fp8.rows import power_of_two, scale_at, store_blocks
 from titan_moe.kernels.experts.fp8.swiglu import new_scales
@@ -26,7 +28,7 @@ def _fp8_swiglu_backward_kernel(
     dactive_ptr, kept_ptr, scores_ptr, rows_ptr, offsets_ptr, base_ptr, delayed_ptr, x_ptr, dy_ptr,
     dhidden_ptr, scales_ptr, active_ptr, factors_ptr, dscores_ptr, num_slots, num_experts,
     F: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, X_ROW: tl.constexpr, BLOCK_F: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # products with a width keep their alignment
         x_ptr += tl.load(base_ptr) * X_ROW
@@ -48,7 +50,16 @@ def _fp8_swiglu_backward_kernel(
                 gate_scale = tl.load(kept_scales_ptr + block, mask=is_feature, other=0.0)
                 up_scale = tl.load(kept_scales_ptr + F // COLUMNS + block, mask=is_feature, other=0.0)
                 dgate, dup, active, _, _, share = _piece(
-                    dactive_row_ptr, kept_row_ptr, first + features, gate_scale, up_scale, score, F
+                    dactive_row_ptr,
+                    kept_row_ptr,
+                    first + features,
+                    gate_scale,
+                    up_scale,
+                    score,
+                    F,
+                    LIMIT,
+                    ALPHA,
+                    UP_OFFSET,
                 )
                 dscore += share
                 store_blocks(dgate, dhidden_row_ptr, scales_row_ptr, first, F, BLOCK_F, COLUMNS)
@@ -60,12 +71,13 @@ def _fp8_swiglu_backward_kernel(
         else:
             kept_scale = tl.load(kept_scales_ptr)
             dgate, dup, active, most, most_active, dscore = _piece(
-                dactive_row_ptr, kept_row_ptr, features, kept_scale, kept_scale, score, F
+                dactive_row_ptr, kept_row_ptr, features, kept_scale, kept_scale, score, F, LIMIT, ALPHA, UP_OFFSET
             )
             for first in range(BLOCK_F, F, BLOCK_F):
                 _, _, _, more, more_active, share = _piece(
-                    dactive_row_ptr, kept_row_ptr, first + features, kept_scale, kept_scale, score, F
-                )
+                    dactive_row_ptr, kept_row_ptr, first + features, kept_scale, kept_scale, score, F,
+                    LIMIT, ALPHA, UP_OFFSET,
+                )  # fmt: skip
                 most, most_active, dscore = tl.maximum(most, more), tl.maximum(most_active, more_active), dscore + share
             scale, active_scale = power_of_two(most), power_of_two(most_active)
             per_scale, per_active_scale = 1 / scale, 1 / active_scale  # exact
@@ -73,8 +85,9 @@ def _fp8_swiglu_backward_kernel(
             for first in range(0, F, BLOCK_F):
                 if F > BLOCK_F:  # or the only piece is still in registers
                     dgate, dup, active, _, _, _ = _piece(
-                        dactive_row_ptr, kept_row_ptr, first + features, kept_scale, kept_scale, score, F
-                    )
+                        dactive_row_ptr, kept_row_ptr, first + features, kept_scale, kept_scale, score, F,
+                        LIMIT, ALPHA, UP_OFFSET,
+                    )  # fmt: skip
                 keep = first + features < F
                 tl.store(dhidden_row_ptr + first + features, (dgate * per_scale).to(element), mask=keep)
                 tl.store(dhidden_row_ptr + F + first + features, (dup * per_scale).to(element), mask=keep)
@@ -93,18 +106,19 @@ def _fp8_swiglu_backward_kernel(
 
 
 @triton.jit
-def _piece(dactive_ptr, kept_ptr, features, gate_scale, up_scale, score, F: tl.constexpr):
+def _piece(
+    dactive_ptr, kept_ptr, features, gate_scale, up_scale, score, F: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+):  # fmt: skip
     """Of a piece of a slot: gradients of gate and up, weighted activation, the largest of the first two, the largest of
     the third, and the share of the gradient of the score."""
     keep = features < F
     gate = tl.load(kept_ptr + features, mask=keep, other=0.0).to(tl.float32) * gate_scale
     up = tl.load(kept_ptr + F + features, mask=keep, other=0.0).to(tl.float32) * up_scale
     dactive = tl.load(dactive_ptr + features, mask=keep, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    dunweighted = dactive * score
-    dgate, dup = dunweighted * up * (sigmoid + silu * (1 - sigmoid)), dunweighted * silu
-    unweighted = silu * up
+    silu, factor = forward(gate, up, LIMIT, ALPHA, UP_OFFSET)
+    dgate, dup = backward(gate, up, dactive * score, LIMIT, ALPHA, UP_OFFSET)
+    unweighted = silu * factor
     active = unweighted * score
     most = tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), axis=0)
     return dgate, dup, active, most, tl.max(tl.abs(active), axis=0), tl.sum(dactive * unweighted, axis=0)
@@ -123,6 +137,7 @@ def swiglu_backward(
     *,
     has_active: bool = True,
     columns: int = WHOLE_ROW,
+    activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradient of the pre-activation [R, 2F] in e4m3 and its scales [R], with blocks [R, 2F / 128], weighted activation
     [R, F] in e4m3, and gradients of the scores [R].
@@ -147,6 +162,7 @@ def swiglu_backward(
             dhidden_R2F, scales, active_RF if has_active else None, factors, dscores_R,
             num_slots, offsets_e.numel(),
             F=num_features, ROW=kept.shape[1], D=codes_width(dy.shape[1], columns), X_ROW=dy.shape[1],
-            BLOCK_F=block_f, COLUMNS=columns, num_warps=max(block_f // 512, 1),
+            BLOCK_F=block_f, COLUMNS=columns, LIMIT=activation.limit, ALPHA=activation.alpha,
+            UP_OFFSET=activation.up_offset, num_warps=max(block_f // 512, 1),
         )  # fmt: skip
     return dhidden_R2F, scales, active_RF, factors, dscores_R
