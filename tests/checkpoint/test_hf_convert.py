@@ -4,14 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
-from support.hf_twins import assert_equal_in_transformers, twin
+import torch
+from support.hf_twins import assert_equal_in_transformers, ours_for, transformers, twin
 
 from titan_moe import cli
 from titan_moe.checkpoint import hf_convert
+from titan_moe.checkpoint.hf import load_hf
+from titan_moe.checkpoint.hf_folder import HuggingFaceError
+from titan_moe.checkpoint.hf_names.gpt_oss import EXPERTS
 from titan_moe.config import load_recipe
 
+safetensors = pytest.importorskip("safetensors.torch")
 
-@pytest.mark.parametrize("name", ["qwen3_moe-tied", "deepseek_v3"])
+
+@pytest.mark.parametrize("name", ["qwen3_moe-tied", "deepseek_v3", "gpt_oss"])
 def test_an_import_and_its_export_are_the_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -25,6 +31,38 @@ def test_an_import_and_its_export_are_the_checkpoint(
     assert (out / "config.json").read_text() and (out / "generation_config.json").exists()
     assert cli.main(["export", str(imported), str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_mxfp4_becomes_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded, and imported and exported again."""
+    monkeypatch.setattr(hf_convert, "MAX_CHUNK_BYTES", 100_000)
+    source, imported, out = tmp_path / "source", tmp_path / "imported", tmp_path / "out"
+    twin("gpt_oss", hidden_size=96, intermediate_size=96, num_hidden_layers=2).bfloat16().save_pretrained(source)
+    tensors, mxfp4 = safetensors.load_file(source / "model.safetensors"), transformers.integrations.mxfp4
+    expected = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, outputs = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, width // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 130, blocks.shape[:-1], dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = mxfp4.convert_moe_packed_tensors(blocks, scales).contiguous()
+    safetensors.save_file(tensors, source / "model.safetensors")
+    assert cli.main(["import", str(source), str(imported)]) == 0
+    assert cli.main(["export", str(imported), str(out)]) == 0
+    saved = safetensors.load_file(out / "model-00001-of-00001.safetensors")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
+    ours, theirs = ours_for(source), transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    load_hf(ours, source)
+    tokens = torch.arange(40)[None]
+    assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4 * theirs(tokens).logits.abs().max()
+    scales = f"model.layers.1.{EXPERTS}.down_proj_scales"
+    safetensors.save_file({key: t for key, t in tensors.items() if key != scales}, source / "model.safetensors")
+    with pytest.raises(HuggingFaceError, match=f"missing: {scales}"):
+        load_hf(ours, source)
+    safetensors.save_file(tensors | {scales: tensors[scales][:, 1:].clone()}, source / "model.safetensors")
+    with pytest.raises(HuggingFaceError, match=f"one U8 for each 32 values: {scales} U8"):
+        load_hf(ours, source)
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ EVEN = {"hidden_size": 72, "num_attention_heads": 12, "num_key_value_heads": 6, 
 LAYOUTS = {
     "qwen3_moe": [ParallelConfig(ep=2, dispatcher="alltoall"), ParallelConfig(tp=2), ParallelConfig(pp=2)],
     "qwen3_moe-tied": [ParallelConfig(pp=2), ParallelConfig(tp=2)],
+    "gpt_oss": [ParallelConfig(tp=2, ep=2, etp=2, dispatcher="alltoall"), ParallelConfig(pp=2)],
     "qwen2_moe": [ParallelConfig(ep=2, etp=2, dispatcher="alltoall")],
     "minimax_m2": [ParallelConfig(tp=2, ep=2, dispatcher="alltoall")],
     "deepseek_v3": [
@@ -61,7 +62,7 @@ def go_through(source: Path, layouts: list[ParallelConfig], expected: dict[str, 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_reads_and_writes_the_same_weights(name: str, ranks, tmp_path: Path) -> None:
     heads = EVEN if "deepseek" not in name else EVEN | {"num_key_value_heads": 12}
-    changes = heads | ({} if "deepseek" in name else {"num_experts": 6})
+    changes = heads | ({} if "deepseek" in name else {"num_local_experts" if name == "gpt_oss" else "num_experts": 6})
     from support import hf_twins  # not on ranks: to import transformers takes seconds
 
     theirs = hf_twins.twin(name, **changes)

@@ -29,6 +29,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_ma
 QWEN2 = {"shared_expert_intermediate_size": 22, "mlp_only_layers": [0, 1]}
 HUNYUAN = BASE | {"num_key_value_heads": 3, "num_experts": 5, "moe_topk": 3, "head_dim": 6}
 STRETCHED = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}
+GPT_OSS = BASE | {"num_key_value_heads": 3, "head_dim": 6, "num_local_experts": 5, "intermediate_size": 14}
+GPT_OSS |= {"sliding_window": 5, "swiglu_limit": 0.5, "rope_parameters": YARN | {"truncate": False, "factor": 32.0}}
 TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", GQA | {"head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("Qwen3Moe", GQA | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -45,6 +47,7 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", BASE | {"num_key_value_heads": 3, "num_experts": 5, "clip_qkv": 1.1}),
     "minimax_m2": ("MiniMaxM2", GQA | {"head_dim": 10, "rotary_dim": 4}),
     "hunyuan_v1_moe": ("HunYuanMoEV1", HUNYUAN | {"rope_parameters": STRETCHED}),
+    "gpt_oss": ("GptOss", GPT_OSS),
     "deepseek_v3": ("DeepseekV3", MLA | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
 }
 

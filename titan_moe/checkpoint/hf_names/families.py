@@ -1,4 +1,4 @@
-"""The families: Qwen2-MoE, Qwen3-MoE, Mixtral, DeepSeek-V2 and V3, GLM-4.7-Flash, dots.llm1, Solar-Open."""
+"""The families: Qwen2-MoE, Qwen3-MoE, Mixtral, DeepSeek-V2 and V3, GLM-4.7-Flash, dots.llm1, Solar-Open; gpt-oss."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 from titan_moe.checkpoint.hf_names import names
 from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
+from titan_moe.checkpoint.hf_names.gpt_oss import GPT_OSS
 from titan_moe.checkpoint.hf_names.gqa_families import GLM4_MOE, HUNYUAN_V1_MOE, MINIMAX_M2, OLMOE
 from titan_moe.checkpoint.hf_names.parts import (
     COMMON,
@@ -208,7 +209,7 @@ SOLAR_OPEN = replace(
 )
 
 BUILT: tuple[Family, ...] = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
-BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE
+BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE, GPT_OSS
 FAMILIES = {family.model_type: family for family in BUILT}
 
 
