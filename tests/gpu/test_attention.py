@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,25 @@ def test_flex_is_the_truth_table(shape: tuple[int, int, int, int], hidden: tuple
     assert_values_and_gradients(
         torch.compile(attend, fullgraph=True) if is_compiled else attend, by_table, heads(shape)
     )
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["alone", "in a compiled piece"])
+@pytest.mark.parametrize("make", [block_mask, dense_mask, lambda spec: None], ids=["flex", "dense", "causal"])
+def test_sinks_are_those_of_the_truth_table(make: Callable[[MaskSpec], Any], is_compiled: bool) -> None:
+    empty, window = torch.empty(0, device=CUDA), 100 if make in (block_mask, dense_mask) else NUM_TOKENS
+    spec = MaskSpec(NUM_TOKENS, window, None, CUDA)
+    own, table = (Context(empty, empty, make_mask(spec)) for make_mask in (make, dense_mask))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return causal_attention(q, k, v, own, 0.1, sinks)
+
+    def by_table(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return causal_attention(q, k, v, table, 0.1, sinks)
+
+    inputs = heads((8, 2, 64, 64))
+    inputs.append(torch.randn(8, device=CUDA, dtype=torch.bfloat16, requires_grad=True))
+    assert_values_and_gradients(torch.compile(attend, fullgraph=True) if is_compiled else attend, by_table, inputs)
 
 
 def test_flex_never_holds_the_table() -> None:

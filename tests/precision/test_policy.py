@@ -15,6 +15,7 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import gemm_modules
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.config.swiglu import SwiGLU
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM
@@ -115,13 +116,14 @@ def test_convert_refuses_a_device_without_matrix_units() -> None:
 
 def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "emulated_grouped_mm", lambda *options: options)
-    monkeypatch.setattr(experts, "CompositeMLP", lambda gemm, weighs_input: SimpleNamespace(gemm=gemm, on=weighs_input))
+    monkeypatch.setattr(experts, "CompositeMLP", lambda *values: SimpleNamespace(values=values))
     formats = GemmFormats("fp8_rowwise", "fp8_rowwise", "compute")
-    model, recipe = build(replace(MODEL, moe=replace(MOE, score_on="input")), experts="fp8_rowwise", wgrad="compute")
+    moe = replace(MOE, score_on="input", swiglu_limit=7.0)
+    model, recipe = build(replace(MODEL, moe=moe), experts="fp8_rowwise", wgrad="compute")
     assert convert(model, Resolved(recipe, 1), CPU) == {
         f"layers.{layer}.feed_forward.experts": formats for layer in (1, 2)
     }
-    expected = SimpleNamespace(gemm=(formats, True, False), on=True)
+    expected = SimpleNamespace(values=((formats, True, False), True, SwiGLU(limit=7.0)))
     assert all(model.layers[layer].feed_forward.experts.mlp == expected for layer in "12")
 
 

@@ -49,6 +49,8 @@ EXPERIMENTAL = (
         "1.2 % faster at most on 2 GPUs, not timed on more",
         lambda recipe: recipe.parallel.tp > 1,
     ),
+    Experimental("model.attention.sinks", True, _ON_CPUS_ALONE),
+    Experimental("model.moe.router_bias", True, _ON_CPUS_ALONE),
     Experimental("precision.master", "fp32_split", _ON_CPUS_ALONE),
     Experimental("memory.park", "moments", _ON_CPUS_ALONE),
     Experimental("memory.park", "states", _ON_CPUS_ALONE),
