@@ -78,6 +78,8 @@ KEPT = {
     "model.vocab_size": "shape of every model",
     "model.num_layers": "shape of every model",
     "model.num_dense_layers": "DeepSeek",
+    "model.dense_layers": "mlp_only_layers of Qwen3-MoE",
+    "model.moe_every": "Llama 4, Ernie 4.5",
     "model.hidden_size": "shape of every model",
     "model.ffn_hidden_size": "width of dense layers: DeepSeek, and models without experts",
     "model.norm_eps": "families differ: 1e-5 and 1e-6",

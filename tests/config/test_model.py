@@ -1,11 +1,13 @@
 """Properties of a model's layers that follow from its shape."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titan_moe.config import check_rules, load_recipe
-from titan_moe.config.model import AttentionConfig
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,34 @@ from titan_moe.config.model import AttentionConfig
 def test_window_of_each_layer(window: int, full_every: int, expected: list[int]) -> None:
     attention = AttentionConfig(sliding_window=window, full_attention_every=full_every)
     assert [attention.window(layer, 100) for layer in range(7)] == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({}, "MMMMMMM"),
+        ({"num_dense_layers": 2}, "ddMMMMM"),
+        ({"moe_every": 2}, "dMdMdMd"),  # Llama 4
+        ({"moe_every": 3, "num_dense_layers": 3}, "dddddMd"),  # Ernie 4.5
+        ({"dense_layers": (6, 2)}, "MMdMMMd"),
+        ({"moe_every": 2, "dense_layers": (3,), "num_dense_layers": 1}, "dMdddMd"),
+        ({"moe": MoEConfig()}, "ddddddd"),
+    ],
+)
+def test_kind_of_each_layer(fields: dict[str, Any], kinds: str) -> None:
+    model = ModelConfig(**{"num_layers": 7, "moe": MoEConfig(num_experts=4), **fields})
+    dense, moe = model.layers_by_kind
+    assert [list(dense), list(moe)] == [[i for i, kind in enumerate(kinds) if kind == which] for which in "dM"]
+    assert model.num_moe_layers == kinds.count("M")
+    some = model.with_layers([2, 5, 6])
+    assert some.num_layers == 3 and list(some.moe_layers) == [i for i, n in enumerate((2, 5, 6)) if kinds[n] == "M"]
+
+
+def test_models_with_the_same_kinds_of_layers_are_equal_with_all_of_them() -> None:
+    model, layers = ModelConfig(num_layers=6, moe=MoEConfig(num_experts=4)), range(6)
+    one, other = replace(model, moe_every=2, num_dense_layers=3), replace(model, dense_layers=(4, 2, 0, 1))
+    assert one != other and one.with_layers(layers) == other.with_layers(layers)
+    assert one.with_layers(layers) == replace(model, num_dense_layers=3, dense_layers=(4,))
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,18 @@ def test_parse_list_in_a_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["2,0", "[2, 0]", "2, 0"])
+def test_parse_list_of_integers(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path, "r.toml", "[model]\ndense_layers = [7]")
+    assert load_recipe(file).model.dense_layers == (7,)
+    recipe = load_recipe(file, [f"--model.dense_layers={text}"])
+    assert recipe.model.dense_layers == (2, 0)
+    assert load_recipe(write(tmp_path, "saved.toml", dump_recipe(recipe))) == recipe
+    assert load_recipe(file, ["--model.dense_layers=3"]).model.dense_layers == (3,)
+    (problem,) = problems_of(write(tmp_path, "wrong.toml", "[model]\ndense_layers = [1, true]"))
+    assert "model.dense_layers = [1, true] must be a list of integers" in problem
+
+
 @pytest.mark.parametrize("value", ["3", '"layers.0.*"', "[1]", '["a", 1]'])
 def test_parse_refuses_what_is_no_list_of_strings(tmp_path: Path, value: str) -> None:
     file = write(tmp_path, "r.toml", f"[precision]\nmodules_in_compute = {value}")

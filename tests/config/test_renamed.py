@@ -130,7 +130,7 @@ recompute_method                        no field
 recompute_granularity                   memory.recompute
 recompute_activations                   memory.recompute
 offload_modules                         memory.offload
-moe_layer_freq                          model.num_dense_layers
+moe_layer_freq                          model.moe_every
 moe_router_enable_expert_bias           model.moe.bias_update_speed
 moe_router_load_balancing_type          model.moe.aux_loss_coef
 moe_router_pre_softmax                  model.moe.normalize_topk (the opposite

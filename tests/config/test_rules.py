@@ -82,6 +82,8 @@ BROKEN = {
         "yarn_beta_fast",
     ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
+    "moe_layers_are_some_of_the_layers": ("--model.moe_every=5", "moe_every = 5 exceeds model.num_layers = 4"),
+    "dense_layers_are_layers": ("--model.dense_layers=[1,4]", "[1, 4] must be different layers of"),
     "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layer dense"),
     "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "MoE layers have 16 experts"),
     "top_k_fits_experts": ("--model.moe.top_k=17", "top_k = 17 exceeds model.moe.num_experts = 16"),

@@ -320,6 +320,8 @@ SPLIT_MODELS = {
     "gqa-window": replace(
         MODEL,
         attention=replace(GQA, sliding_window=3, full_attention_every=3),
+        num_dense_layers=0,
+        dense_layers=(1,),
         moe=replace(MOE, router_bias=True, swiglu_limit=0.5, swiglu_alpha=1.702, swiglu_up_offset=1.0),
     ),
     "gqa-tied": replace(MODEL, attention=replace(GQA, qkv_bias=False, sinks=False), embeddings_are_tied=True),
@@ -329,7 +331,7 @@ SPLIT_MODELS = {
     ),
 }
 """Models whose heads divide by 4; with "shared", two of 4 ranks need the same keys and values. Balancing losses, expert
-bias, shared experts and a dense first layer are in all."""
+bias, shared experts and a dense layer are in all, the second of "gqa-window" and else the first."""
 OUTPUTS = MemoryConfig(("norms", "dense_mlp", "shared_experts"))
 OF_GQA, OF_MLA = (
     MemoryConfig(("norms", name, "attention", "dense_mlp", "shared_experts", "experts"))

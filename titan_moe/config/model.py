@@ -1,9 +1,13 @@
 """The shape of a model: `[model]`, `[model.attention]` and `[model.moe]` of a recipe."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from titan_moe.config.swiglu import SwiGLU
+
+Layers = range | tuple[int, ...]
+"""Numbers of layers in ascending order, from 0."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,13 @@ class ModelConfig:
     """Transformer blocks."""
     num_dense_layers: int = 0
     """Leading blocks with a dense feed-forward layer instead of experts (1 in DeepSeek-V2-Lite, 3 in DeepSeek-V3)."""
+    dense_layers: tuple[int, ...] = ()
+    """More blocks with a dense feed-forward layer, by number: [0, 5] are the first and the sixth (`mlp_only_layers` in
+    Qwen3-MoE)."""
+    moe_every: int = 1
+    """Of the blocks after the leading dense ones, those with a number that n divides, counted from 1, have experts, and
+    the others a dense feed-forward layer (`decoder_sparse_step` in Qwen3-MoE, `interleave_moe_layer_step` in Llama 4,
+    `moe_layer_interval` in Ernie 4.5); 1 means all."""
     hidden_size: int = 128
     """Width of the residual stream (D)."""
     ffn_hidden_size: int = 0
@@ -230,6 +241,44 @@ class ModelConfig:
         return self.moe.latent_size or self.hidden_size
 
     @property
+    def layers_by_kind(self) -> tuple[Layers, Layers]:
+        """The blocks with a dense feed-forward layer, and those with experts. All that asks for a layer's kind reads
+        it."""
+        num_dense = self.num_dense_layers if self.moe.num_experts else self.num_layers
+        return _layers_by_kind(self.num_layers, num_dense, self.dense_layers, self.moe_every)
+
+    @property
+    def moe_layers(self) -> Layers:
+        """The MoE blocks."""
+        return self.layers_by_kind[1]
+
+    @property
     def num_moe_layers(self) -> int:
-        """The number of MoE blocks. They come after the dense ones."""
-        return self.num_layers - self.num_dense_layers if self.moe.num_experts else 0
+        """The number of MoE blocks."""
+        return len(self.moe_layers)
+
+    def with_layers(self, layers: Layers | list[int]) -> "ModelConfig":
+        """The model with these of its layers, in this order. Each has the kind that it had. The fewest fields say
+        it, so two models with all of their layers are equal if the kinds of these are."""
+        moe_layers = set(self.moe_layers)
+        dense = [i for i, layer in enumerate(layers) if layer not in moe_layers]
+        num_leading = next((i for i, layer in enumerate(dense) if i != layer), len(dense))
+        number, others = len(layers), tuple(dense[num_leading:])
+        return replace(self, num_layers=number, num_dense_layers=num_leading, dense_layers=others, moe_every=1)
+
+
+@lru_cache(maxsize=256)
+def _layers_by_kind(
+    num_layers: int, num_dense: int, dense_layers: tuple[int, ...], moe_every: int
+) -> tuple[Layers, Layers]:
+    """Ranges where layers are consecutive. Values that break a rule are taken as the next best ones."""
+    if not dense_layers and moe_every <= 1:
+        first = min(max(num_dense, 0), num_layers)
+        return range(first), range(first, num_layers)
+    moe = [i for i in range(num_dense, num_layers) if (i + 1) % max(moe_every, 1) == 0 and i not in dense_layers]
+    return _consecutive([i for i in range(num_layers) if i not in moe]), _consecutive(moe)
+
+
+def _consecutive(layers: list[int]) -> Layers:
+    is_range = bool(layers) and layers[-1] - layers[0] == len(layers) - 1
+    return range(layers[0], layers[-1] + 1) if is_range else tuple(layers)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
-from titan_moe.config.model import ModelConfig
+from titan_moe.config.model import Layers, ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.parse import RecipeError
 from titan_moe.config.precision import Part
@@ -44,7 +44,7 @@ class Module:
 
     path: str  # inside a block, `attention.qkv`, or in the model, `embed`
     region: Region
-    layers: range | None = None  # that have it; None for a module of the whole model
+    layers: Layers | None = None  # that have it; None for a module of the whole model
     part: Part | None = None  # the kind of module that has a format; None without one
     widths: tuple[int, int] = (0, 0)  # input and output; of routed experts row and hidden
     own_widths: tuple[int, int] = (0, 0)  # those of a rank: its part where tp, etp or exchanged heads split them
@@ -125,8 +125,8 @@ def parameters_of_an_expert(model: ModelConfig, etp: int = 1) -> int:
 
 def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     """The rows of the default class."""
-    width, words, layers = model.hidden_size, model.vocab_size, range(model.num_layers)
-    num_dense, tp = model.num_layers - model.num_moe_layers, max(p.tp, 1)
+    width, words, layers, tp = model.hidden_size, model.vocab_size, range(model.num_layers), max(p.tp, 1)
+    dense_layers, moe_layers = model.layers_by_kind
     attention = _gqa if model.attention.kind == "gqa" else _mla
     vocabulary, columns = Split("vocab_size", words), Split("hidden_size", width)
     splits: Any = {"part": None, "tp_split": vocabulary, "fsdp_split": columns}
@@ -136,18 +136,18 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     yield _vectors("norms", layers, "attention_norm", width, **stream, freed=own_input)
     stream["sent"] = (("ffn_norm", width),)
     yield from attention(model, layers, p)
-    yield _vectors("norms", layers[:num_dense], "ffn_norm", width, **stream, freed=own_input)
-    yield _vectors("norms", layers[num_dense:], "ffn_norm", width, **stream, freed=(("norms", width),))
+    yield _vectors("norms", dense_layers, "ffn_norm", width, **stream, freed=own_input)
+    yield _vectors("norms", moe_layers, "ffn_norm", width, **stream, freed=(("norms", width),))
     hidden = Split("ffn_hidden_size", model.ffn_hidden_size)
-    yield from _mlp("dense", layers[:num_dense], tp, "feed_forward", width, hidden)
-    yield from _moe(model, layers[num_dense:], p)
+    yield from _mlp("dense", dense_layers, tp, "feed_forward", width, hidden)
+    yield from _moe(model, moe_layers, p)
     yield _vectors("norms", None, "norm", width)
     head = _matrix("head", None, tp, "head", (width, words), "outputs", **splits)
     yield replace(head, parameters=0, own_parameters=0) if model.embeddings_are_tied else head
 
 
 def _matrix(
-    region: Region, layers: range | None, tp: int, path: str, widths: tuple[int, int], split: str = "",
+    region: Region, layers: Layers | None, tp: int, path: str, widths: tuple[int, int], split: str = "",
     *, copies: int = 1, reads_alone: bool = False, **row: Any,
 ) -> Module:  # fmt: skip
     """A linear layer whose inputs or outputs the ranks of tp split, if any. It reads `copies` ranks' tokens."""
@@ -160,7 +160,7 @@ def _matrix(
     return Module(path, region, layers, widths=widths, **(counts | facts | row))
 
 
-def _vectors(region: Region, layers: range | None, path: str, size: int, **row: Any) -> Module:
+def _vectors(region: Region, layers: Layers | None, path: str, size: int, **row: Any) -> Module:
     """Parameters that every rank of tp has. Their FLOPs are few and not counted."""
     return Module(path, region, layers, parameters=size, own_parameters=size, whole=size, **row)
 
@@ -256,7 +256,7 @@ def _core(
     return Module("attention", "attention", layers, pair_width=pair_width, **sizes)
 
 
-def _mlp(region: Region, layers: range, tp: int, path: str, width: int, split: Split) -> Iterator[Module]:
+def _mlp(region: Region, layers: Layers, tp: int, path: str, width: int, split: Split) -> Iterator[Module]:
     """It keeps hidden states, and its gathered input over tp, beside which the router keeps its own part of that of
     shared experts. The activation is computed again."""
     hidden, is_dense, row = split.number, region == "dense", partial(_matrix, region, layers, tp)
@@ -271,7 +271,7 @@ def _mlp(region: Region, layers: range, tp: int, path: str, width: int, split: S
     yield row(f"{path}.down", (hidden, width), "inputs")
 
 
-def _moe(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Module]:
+def _moe(model: ModelConfig, layers: Layers, p: ParallelConfig) -> Iterator[Module]:
     """Routed experts keep rows and slots, whose numbers differ by dispatcher: plan/cost/peak.py counts them."""
     width, row_width, moe, tp, etp = model.hidden_size, model.expert_width, model.moe, max(p.tp, 1), max(p.etp, 1)
     of_latent = partial(_matrix, "latent", layers, tp, kept=row_width)

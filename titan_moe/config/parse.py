@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_moe.config.nearest import unknown_key
 from titan_moe.config.recipe import Recipe
@@ -214,7 +214,7 @@ def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
     value = _from_text(key.plain_type, setting.value) if setting.is_text else setting.value
     if key.dotted in PATHS and type(value) is str:
         value = os.path.expanduser(value)
-    if key.is_list and type(value) is list and all(type(entry) is str for entry in value):
+    if key.is_list and type(value) is list and all(type(entry) is key.entry_type for entry in value):
         value = tuple(value)
     if key.is_list and type(value) is str and key.default and not setting.is_text:
         value = (value,)  # one entry
@@ -247,8 +247,9 @@ def _limit(value: Any) -> str:
     """What a value of the right type breaks: the range of TOML's integers, or characters that no path has."""
     if type(value) is int and value.bit_length() > MAX_BITS:
         return f"an integer of {MAX_BITS + 1} bits"
-    texts = value if type(value) is tuple else (value,) if type(value) is str else ()
-    if any("\0" in text or text != text.encode("utf-8", "replace").decode() for text in texts):
+    if type(value) is tuple:
+        return next(filter(None, map(_limit, value)), "")
+    if type(value) is str and ("\0" in value or value != value.encode("utf-8", "replace").decode()):
         return "valid text without NUL characters"
     return ""
 
@@ -263,16 +264,17 @@ def _from_text(annotation: Any, text: str) -> Any:
         except (ValueError, OverflowError):
             pass
     if get_origin(annotation) is tuple:
-        return _list_from_text(text)
+        return _list_from_text(text, get_args(annotation)[0])
     return text
 
 
-def _list_from_text(text: str) -> Any:
-    """Convert a list of strings, as TOML or with commas: `["a", "b"]`, `a,b`."""
+def _list_from_text(text: str, of_type: type) -> Any:
+    """Convert a list, as TOML or with commas: `["a", "b"]`, `a,b`."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
-        return [entry.strip() for entry in text.split(",") if entry.strip()]
+        value = [_from_text(of_type, entry.strip()) for entry in text.split(",") if entry.strip()]
+    return [value] if of_type is int and type(value) is int else value
 
 
 def _dump_section(section: Any, dotted: str) -> list[str]:

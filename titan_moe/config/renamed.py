@@ -58,8 +58,10 @@ SPELLINGS = {
     "model.vocab_size": "padded_vocab_size n_vocab",
     "model.num_layers": "num_hidden_layers n_layers n_layer num_decoder_layers",
     "model.num_dense_layers": "first_k_dense_replace n_dense_layers",
-    "model.num_dense_layers (those before the first MoE layer; none is dense after it)": "moe_layer_freq "
-    "decoder_sparse_step mlp_only_layers mlp_layer_types interleave_moe_layer_step",
+    "model.moe_every": "decoder_sparse_step interleave_moe_layer_step moe_layer_interval",
+    "model.moe_every (moe_every counts layers from 1, moe_layer_freq from 0)": "moe_layer_freq",
+    "model.dense_layers": "mlp_only_layers",
+    "model.dense_layers (the numbers of those that are dense)": "mlp_layer_types",
     "model.hidden_size": "dim d_model n_embd model_dim embedding_dim",
     "model.ffn_hidden_size": "inter_dim",
     "model.ffn_hidden_size (of experts: model.moe.ffn_hidden_size)": "intermediate_size",

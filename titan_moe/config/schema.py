@@ -39,8 +39,8 @@ class Key:
     attribute: str
     """Name of the field in Python: `class_` for the key `class`."""
     type: Any
-    """`int`, `float`, `bool`, `str`, `tuple[str, ...]`, a `Literal`, a string annotated with `OneOf`, a number or one
-    word (`float | Literal["auto"]`), or the dataclass of a section."""
+    """`int`, `float`, `bool`, `str`, `tuple[str, ...]`, `tuple[int, ...]`, a `Literal`, a string annotated with
+    `OneOf`, a number or one word (`float | Literal["auto"]`), or the dataclass of a section."""
     default: Any
     """Default of a field; None for a section."""
     owner: type
@@ -88,8 +88,13 @@ class Key:
 
     @property
     def is_list(self) -> bool:
-        """Whether the value is a list of strings."""
+        """Whether the value is a list."""
         return get_origin(self.type) is tuple
+
+    @property
+    def entry_type(self) -> type:
+        """The type of the entries of a list."""
+        return cast(type, get_args(self.type)[0])
 
     @property
     def _alternatives(self) -> tuple[Any, ...]:
@@ -145,7 +150,7 @@ def type_in_words(key: Key) -> str:
     if key.choices:
         return "one of " + ", ".join(in_toml(choice) for choice in key.choices)
     if key.is_list:
-        return "a list of strings"
+        return f"a list of {'integers' if key.entry_type is int else 'strings'}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.plain_type]
     return f"{words} or {in_toml(key.word)}" if key.word else words
 

@@ -5,6 +5,7 @@ B batch · N sequence · T tokens (rows of the table) · E experts · K choices 
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -117,11 +118,11 @@ def force_load(
     num_ranks: int,
     device: torch.device,
     step: Tensor,
-    num_dense_layers: int = 0,
+    moe_layers: Sequence[int] = (),
 ) -> None:
     """Force the load of every layer; `load` is a name of `FORCED_LOADS`, `num_ranks` is ep.
 
-    Layers of a load that changes over steps share its tables.
+    Layers of a load that changes over steps share its tables; other loads differ by a layer's place among `moe_layers`.
     """
 
     @cache
@@ -135,7 +136,9 @@ def force_load(
     shares_tables = load in ("balanced", "skewed") or FORCED_LOADS[load].follows_step != ""
     for name, module in model.named_modules():
         if isinstance(module, TopKRouter):
-            module.force = force_of(0 if shares_tables else max(_layer_of(name) - num_dense_layers, 0))
+            layer = _layer_of(name)
+            place = moe_layers.index(layer) if layer in moe_layers else layer
+            module.force = force_of(0 if shares_tables else place)
 
 
 def _layer_of(name: str) -> int:

@@ -47,8 +47,8 @@ class Transformer(nn.Module):
         self.make_mask: Callable[[MaskSpec], Mask] = MASKS[kernels.attention]
         self.masks_all_layers = config.attention.sinks and kernels.attention == "flex"
         self.embed = _embedding(config)
-        num_dense = config.num_layers - config.num_moe_layers
-        blocks = [self.block_class(config, is_dense=i < num_dense, kernels=kernels) for i in range(config.num_layers)]
+        dense, _ = config.layers_by_kind
+        blocks = [self.block_class(config, is_dense=i in dense, kernels=kernels) for i in range(config.num_layers)]
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.head = LanguageModelHead(config.hidden_size, config.vocab_size, loss_chunk_tokens, kernels.head)

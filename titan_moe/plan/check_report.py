@@ -82,7 +82,7 @@ def abbreviate(count: float) -> str:
 
 def _shape(recipe: Recipe) -> str:
     m = recipe.model
-    num_dense_layers = m.num_layers - m.num_moe_layers
+    num_dense_layers = len(m.layers_by_kind[0])
     dense = f" ({num_dense_layers} dense, width {m.ffn_hidden_size})" if num_dense_layers else ""
     return f"{m.name}: {m.num_layers} layers{dense}, width {m.hidden_size}, vocabulary {m.vocab_size:,}"
 

@@ -111,7 +111,7 @@ def _force_load(parts: list[nn.Module], recipe: Recipe, device: torch.device) ->
         return None
     model, step = recipe.model, torch.zeros((), dtype=torch.int64, device=device)
     for part in parts:
-        force_load(part, recipe.train.forced_load, model.moe, recipe.parallel.ep, device, step, model.num_dense_layers)
+        force_load(part, recipe.train.forced_load, model.moe, recipe.parallel.ep, device, step, model.moe_layers)
     return step
 
 

@@ -40,7 +40,9 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
     return recipe_with(request.param)
 
 
-def test_parts_have_the_parameters_of_built_stages(recipe: Recipe) -> None:
+@pytest.mark.parametrize("dense", [(0, 1), (1, 4, 5)], ids=["leading", "anywhere"])
+def test_parts_have_the_parameters_of_built_stages(recipe: Recipe, dense: tuple[int, ...]) -> None:
+    recipe = replace(recipe, model=replace(MODEL, num_dense_layers=0, dense_layers=dense))
     pp = recipe.parallel.pp
     assert check_rules(recipe, pp) == []
     with torch.device("meta"):
@@ -51,6 +53,7 @@ def test_parts_have_the_parameters_of_built_stages(recipe: Recipe) -> None:
         kept = [name for stage in stages_of_rank(rank, recipe.parallel) for name in stages[stage]]
         built = dict(part_of(model, kept).named_parameters())
         assert part.count.total == sum(parameter.numel() for parameter in built.values())
+        assert part.recipe.model.num_moe_layers == sum(".router." in name for name in built)
         experts = [parameter.numel() for name, parameter in built.items() if ".experts." in name]
         assert part.count["experts"] == sum(experts)
         by_rank.append(16 * part.count.total)  # fp32: parameter, gradient and two moments

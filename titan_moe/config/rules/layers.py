@@ -112,4 +112,6 @@ def _wrong_values(layers: Layers, sections: list[str]) -> Iterator[str]:
 def _fits(key: Key, value: Any) -> bool:
     if key.choices:
         return value in list(key.choices)
+    if key.is_list:
+        return isinstance(value, tuple) and all(isinstance(entry, key.entry_type) for entry in value)
     return isinstance(value, NUMBERS.get(key.type, key.type))

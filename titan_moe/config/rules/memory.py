@@ -31,8 +31,7 @@ def recomputed_parts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
     model, again = recipe.model, recompute_of(recipe)
     if model.class_ != ModelConfig.class_:
         return
-    attention, first = model.attention, model.num_layers - model.num_moe_layers
-    of_moe = frozenset(range(first, model.num_layers))
+    attention, of_moe = model.attention, frozenset(model.moe_layers)
     needs = {
         "qkv_rope": ("attention of kind gqa with qk_norm", attention.kind == "gqa" and attention.qk_norm),
         "mla_up": ("attention of kind mla", attention.kind == "mla"),
@@ -65,11 +64,10 @@ def recomputed_parts_are_apart(recipe: Recipe, world_size: int) -> Iterator[str]
     "memory.recompute parallel.dispatcher expert_rank_capacity_factor overlap",
 )
 def recomputed_blocks_are_all(recipe: Recipe, world_size: int) -> Iterator[str]:
-    again, of_moe = recompute_of(recipe), recipe.model.num_moe_layers
-    first = recipe.model.num_layers - of_moe
-    layers = [layer for layer in again.of("block") if layer >= first]
-    if 0 < len(layers) < of_moe and has_arena(recipe, experts_of(recipe)):
-        yield f'memory.recompute has "block" in {len(layers)} of {of_moe} layers, whose rows lie in an arena'
+    of_moe = recipe.model.moe_layers
+    layers = recompute_of(recipe).of("block").intersection(of_moe)
+    if 0 < len(layers) < len(of_moe) and has_arena(recipe, experts_of(recipe)):
+        yield f'memory.recompute has "block" in {len(layers)} of {len(of_moe)} layers, whose rows lie in an arena'
 
 
 @rule("blocks run in pieces, without their own forward", "memory.recompute parallel.overlap")

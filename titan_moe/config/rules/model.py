@@ -10,6 +10,8 @@ from titan_moe.config.schema import counted
 
 ADDRESS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 """`package.module:Class`."""
+KINDS = ("num_dense_layers", "moe_every", "dense_layers")
+"""Fields that say which layers are dense."""
 
 
 class_is_addressable = row(
@@ -52,17 +54,31 @@ def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Itera
 dense_layers_fit = at_most(
     "the dense layers are the first layers of the model", "model.num_dense_layers", "model.num_layers"
 )
+moe_layers_are_some_of_the_layers = at_most(
+    "every n-th layer has experts, so none of fewer than n", "model.moe_every", "model.num_layers"
+)
+dense_layers_are_layers = row(
+    "layers are numbered from 0, and each is named once",
+    lambda r: not _are_layers(r.model.dense_layers, r.model.num_layers),
+    "{model.dense_layers} must be different layers of {model.num_layers}",
+)
+
+
+def _are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
+    return len(set(layers)) == len(layers) and all(0 <= layer < num_layers for layer in layers)
 
 
 @rule(
-    "a feed-forward layer of width 0 computes nothing", "model.ffn_hidden_size num_dense_layers model.moe.num_experts"
+    "a feed-forward layer of width 0 computes nothing",
+    "model.ffn_hidden_size num_dense_layers moe_every dense_layers model.moe.num_experts",
 )
 def dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
-    num_dense_layers = m.num_layers - m.num_moe_layers
+    num_dense_layers = len(m.layers_by_kind[0])
     if num_dense_layers > 0 and m.ffn_hidden_size == 0:
-        cause = f"num_dense_layers = {m.num_dense_layers}" if m.moe.num_experts else "moe.num_experts = 0"
-        problem = f"model.ffn_hidden_size = 0, but model.{cause} makes {counted(num_dense_layers, 'layer')} dense"
+        set_ones = [key for key in KINDS if getattr(m, key) != getattr(ModelConfig, key)]
+        cause = said(recipe, f"{{model.{set_ones[0]}}}") if m.moe.num_experts else "model.moe.num_experts = 0"
+        problem = f"model.ffn_hidden_size = 0, but {cause} makes {counted(num_dense_layers, 'layer')} dense"
         yield Problem(problem, steps=[m.hidden_size])
 
 

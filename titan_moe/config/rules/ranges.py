@@ -56,6 +56,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "vocab_size hidden_size": POSITIVE,
         "num_layers": Range(1, LAYERS),
         "num_dense_layers": Range(0, LAYERS),
+        "moe_every": Range(1, LAYERS),
         "ffn_hidden_size": ZERO_OR_MORE,
         "norm_eps": ABOVE_ZERO,
         "init_std embedding_init_std embedding_multiplier": Range(0, 10_000, includes_low=False),

@@ -80,5 +80,5 @@ def _pairs_of(part: Part) -> list[tuple[Group, Group]]:
     pairs = [(root, block(0))]
     if model.num_moe_layers and not sizes.experts_are_unsharded(part.recipe.precision):
         experts = Group(experts_per_rank(part.recipe) / model.num_moe_layers, sizes.edp)
-        pairs.append((block(model.num_layers - 1), experts))
+        pairs.append((block(model.moe_layers[-1]), experts))
     return pairs

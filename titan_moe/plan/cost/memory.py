@@ -71,8 +71,8 @@ def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
     copy = compute if precision.compute != precision.parameters else 0
     if not recipe.parallel.accumulate_unsharded:
         again = recompute_of(recipe).of("block", "expert_weights") if recipe.parallel.pp == 1 else frozenset()
-        first, number = recipe.model.num_layers - recipe.model.num_moe_layers, recipe.model.num_moe_layers
-        made_again = sum(layer >= first for layer in again)  # but those of one layer
+        number = recipe.model.num_moe_layers
+        made_again = len(again.intersection(recipe.model.moe_layers))  # but those of one layer
         share = (number - max(made_again - 1, 0)) / max(number, 1)
         return round(share * experts * copy if is_unsharded else 0) + replica_bytes_per_rank(recipe)
     whole = compute + (reduce if has_gradients else 0)

@@ -126,7 +126,7 @@ def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
         of_token += module.kept * sum(layer not in blocks for layer in module.layers)
         for name, elements in module.freed:
             of_token -= elements * len(again.layers.get(name, frozenset()).intersection(module.layers) - blocks)
-    choices = sum(layer >= m.num_layers - m.num_moe_layers for layer in blocks) * m.moe.top_k * CHOICE_BYTES
+    choices = len(blocks.intersection(m.moe_layers)) * m.moe.top_k * CHOICE_BYTES
     of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
     kept = round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element + choices * num_tokens
     return kept - sum(sent_bytes(recipe))
@@ -199,7 +199,7 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     width, hidden, m = recipe.model.expert_width, 2 * expert_hidden_size(recipe), recipe.model
     if not m.num_moe_layers:
         return 0
-    again, of_moe = recompute_of(recipe).layers, range(m.num_layers - m.num_moe_layers, m.num_layers)
+    again, of_moe = recompute_of(recipe).layers, m.moe_layers
     repeated, in_blocks, without_hidden = (
         len(again.get(name, frozenset()).intersection(of_moe)) for name in ("experts", "block", "moe_act")
     )

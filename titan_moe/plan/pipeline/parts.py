@@ -74,10 +74,8 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
 def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Iterable[str]]) -> Part:
     """The part of a pipeline rank with these stages."""
     p, model, names = recipe.parallel, recipe.model, [name for stage in stages.values() for name in stage]
-    layers, num_dense = _layers(names), model.num_layers - model.num_moe_layers
+    layers, moe_layers = _layers(names), model.moe_layers
     sizes = {number: float(len(_layers(stage))) for number, stage in stages.items()}
-    moe_layers = {number: sum(layer >= num_dense for layer in _layers(stage)) for number, stage in stages.items()}
-    of_rank = replace(model, num_layers=len(layers), num_dense_layers=len(layers) - sum(moe_layers.values()))
     experts = (module for module in gemm_modules(model) if module.part == "experts")
     delays = splits_backward(recipe) and any(obstacle_of(recipe, module) is None for module in experts)
     few = few_microbatches(recipe, world_size)
@@ -86,13 +84,13 @@ def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Itera
         """The most microbatches at once; one of a half of the rank's layers is a half."""
         return measure_rank(measure, p, few, rank, sizes) / max(sum(sizes.values()), 1.0)
 
-    of_stages = {at: [layer for layer in _layers(stage) if layer >= num_dense] for at, stage in stages.items()}
+    of_stages = {at: [layer for layer in _layers(stage) if layer in moe_layers] for at, stage in stages.items()}
     again = recompute_of(recipe)
     with_rows = {at: len(set(own) - again.of("experts")) for at, own in of_stages.items()}
     with_hidden = {at: len(set(own) - again.of("experts", "moe_act")) for at, own in of_stages.items()}
     of_precision, of_memory = _precision_of(recipe, layers), _memory_of(recipe, layers)
     return Part(
-        replace(recipe, model=of_rank, precision=of_precision, memory=of_memory),
+        replace(recipe, model=model.with_layers(layers), precision=of_precision, memory=of_memory),
         world_size,
         "embed" in names,
         "head" in names,
