@@ -20,7 +20,6 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("moe", {"top_k": 2.0}, "model.moe.top_k = 2.0 must be an integer"),
     ("moe", {"aux_loss_coef": "0.1"}, 'model.moe.aux_loss_coef = "0.1" must be a number'),
     ("moe", {"aux_loss_coef": -1}, "model.moe.aux_loss_coef = -1 must be at least 0"),
-    ("moe", {"bias_update_speed": 1e-3}, 'needs model.moe.score_fn = "sigmoid"'),
     (
         "moe",
         {"top_k": 9},

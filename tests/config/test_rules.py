@@ -104,7 +104,6 @@ BROKEN = {
         "--model.moe.num_groups=16 --model.moe.top_k_groups=4",
         "two experts a group",
     ),
-    "bias_needs_sigmoid": ("--model.moe.bias_update_speed=1e-3", 'score_fn = "sigmoid"'),
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
     "pipeline_options_need_pp": (
         "--parallel.vpp=2",

@@ -312,7 +312,9 @@ MLA = AttentionConfig(
 )
 SPLIT_MODELS = {
     "gqa": replace(MODEL, attention=replace(GQA, out_bias=True)),
-    "gqa-shared": replace(MODEL, attention=replace(GQA, num_kv_heads=2, out_bias=True)),
+    "gqa-shared": replace(
+        MODEL, attention=replace(GQA, num_kv_heads=2, out_bias=True), moe=replace(MOE, score_fn="softmax")
+    ),
     "gqa-norm-shared": replace(
         MODEL,
         attention=replace(GQA, num_kv_heads=2, qk_norm_over="all_heads", clip_qkv=1.5, partial_rotary_factor=0.5),
@@ -324,8 +326,15 @@ SPLIT_MODELS = {
         dense_layers=(1,),
         moe=replace(MOE, router_bias=True, swiglu_limit=0.5, swiglu_alpha=1.702, swiglu_up_offset=1.0),
     ),
-    "gqa-tied": replace(MODEL, attention=replace(GQA, qkv_bias=False, sinks=False), embeddings_are_tied=True),
-    "mla": replace(MODEL, attention=MLA),
+    "gqa-tied": replace(
+        MODEL,
+        attention=replace(GQA, qkv_bias=False, sinks=False, softmax_scale=0.2),
+        embeddings_are_tied=True,
+        embedding_multiplier=1.5,
+        residual_multiplier=0.8,
+        logits_scaling=0.7,
+    ),
+    "mla": replace(MODEL, attention=replace(MLA, softmax_scale=0.4), residual_multiplier=1.2, logits_scaling=1.1),
     "mla-latent-gate": replace(
         MODEL, attention=replace(MLA, q_lora_rank=0), moe=replace(MOE, latent_size=8, shared_expert_gate=True)
     ),

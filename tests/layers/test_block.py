@@ -18,7 +18,13 @@ SPARSE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, shared_ffn_hidden
 
 def built(attention: AttentionConfig, moe: MoEConfig, num_layers: int = 12) -> Transformer:
     config = ModelConfig(
-        vocab_size=32, num_layers=num_layers, hidden_size=16, ffn_hidden_size=16, attention=attention, moe=moe
+        vocab_size=32,
+        num_layers=num_layers,
+        hidden_size=16,
+        ffn_hidden_size=16,
+        residual_multiplier=0.5,
+        attention=attention,
+        moe=moe,
     )
     model = Transformer(config)
     init_weights(model, seed=0, std=0.2, num_layers=num_layers)
@@ -53,6 +59,6 @@ def test_block_front_ends_before_the_feed_forward() -> None:
     x_BND = torch.randn(2, 6, 16)
     context = Context(*rope_tables(GQA, 6, x_BND.device), None)
     h_BND, normed_BND = block.front(x_BND, context)
-    torch.testing.assert_close(h_BND, x_BND + block.attention(block.attention_norm(x_BND), context))
+    torch.testing.assert_close(h_BND, x_BND + block.attention(block.attention_norm(x_BND), context) / 2)
     torch.testing.assert_close(normed_BND, h_BND / (h_BND.square().mean(-1, keepdim=True) + 1e-6).sqrt())
-    torch.testing.assert_close(block(x_BND, context), h_BND + block.feed_forward(normed_BND))
+    torch.testing.assert_close(block(x_BND, context), h_BND + block.feed_forward(normed_BND) / 2)

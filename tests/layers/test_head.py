@@ -38,11 +38,13 @@ def test_head_compiles_the_softmax_of_pytorch_alone() -> None:
     assert kept is fused_cross_entropy
 
 
-def test_head_loss_is_that_of_the_logits() -> None:
+@pytest.mark.parametrize("scaling", [1.0, 6.0])
+def test_head_loss_is_that_of_the_logits(scaling: float) -> None:
     torch.manual_seed(0)
-    head = LanguageModelHead(8, 24, loss_chunk_tokens=4)
+    head = LanguageModelHead(8, 24, loss_chunk_tokens=4, logits_scaling=scaling)
     x_TD, labels_T = torch.randn(10, 8), torch.randint(24, (10,))
     labels_T[3] = IGNORE_LABEL
+    torch.testing.assert_close(head(x_TD), x_TD @ head.weight.T / scaling)
     expected = torch.nn.functional.cross_entropy(head(x_TD), labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
     torch.testing.assert_close(head(x_TD, labels_T), expected)
     assert torch.equal(head(x_TD.view(2, 5, 8), labels_T.view(2, 5)), head(x_TD, labels_T))

@@ -7,6 +7,7 @@ from typing import Any
 from titan_moe.checkpoint.hf_folder import HuggingFaceError, read_config
 from titan_moe.checkpoint.hf_names.families import family_of
 from titan_moe.checkpoint.hf_names.family import Family, Settings, flat
+from titan_moe.checkpoint.hf_names.names import NotOnDisk
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.schema import in_toml
 
@@ -45,7 +46,8 @@ def recipe_text(folder: Path) -> str:
     lines += ["", "[model]", f"name = {in_toml(_name(folder))}", *_section(values, defaults, "")]
     for section in ("attention", "moe"):
         lines += ["", f"[model.{section}]", *_section(values, defaults, f"{section}.")]
-    balance = "bias_update_speed, aux_loss_coef" if model.moe.score_fn == "sigmoid" else "aux_loss_coef"
+    has_bias = not isinstance(family.names(model)["feed_forward.router.expert_bias_E"], NotOnDisk)
+    balance = "bias_update_speed, aux_loss_coef" if has_bias else "aux_loss_coef"
     lines += [f"# nothing balances the experts' load; to do so set {balance}"]
     lines += ["", "[checkpoint]", f"load_from = {in_toml(f'hf:{folder}')}"]
     if skipped := _absent(family, settings.values):

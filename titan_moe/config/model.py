@@ -48,6 +48,9 @@ class AttentionConfig:
     full_attention_every: int = 0
     """Every n-th layer ignores `sliding_window` (n = 2 in gpt-oss, 6 in Gemma 3; windowed layers come first); 0 means
     no layer does (Mistral)."""
+    softmax_scale: float = 0.0
+    """Factor on the products of queries and keys (`attention_multiplier` in Granite: 1/64); 0 means one over the square
+    root of a head's width. YaRN's scale for `mla` multiplies either."""
     rope_theta: float = 10_000.0
     """RoPE base frequency (arXiv:2104.09864)."""
     partial_rotary_factor: float = 1.0
@@ -152,7 +155,8 @@ class MoEConfig:
     typical value is 1e-3."""
     bias_update_speed: float = 0.0
     """Step size of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once per optimizer step. With 0
-    the bias stays: zero, or that of a checkpoint. A typical value is 1e-3. Needs `score_fn = "sigmoid"`."""
+    the bias stays: zero, or that of a checkpoint. The bias selects and the scores alone weigh. A typical value is 1e-3
+    with sigmoid scores. Those of softmax (Ernie 4.5) are about 1 / num_experts, so smaller steps balance as finely."""
 
     @property
     def swiglu(self) -> SwiGLU:
@@ -222,6 +226,11 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     """Factor on the output of the embedding; sqrt(hidden_size) in Gemma, "Scaled Embed" in arXiv:2312.16903. It gives
     tied embeddings the size that `embedding_init_std` gives untied ones."""
+    residual_multiplier: float = 1.0
+    """Factor on the outputs of attention and feed-forward layers before they are added to the residual stream (Granite:
+    0.22)."""
+    logits_scaling: float = 1.0
+    """Divisor of the logits (Granite: 6). Inputs of the head are divided, which are fewer numbers."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 * num_layers) for the output projections of residual
     branches."""

@@ -3,6 +3,7 @@
 B batch · N sequence · D model width
 """
 
+import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
@@ -19,7 +20,8 @@ ATTENTIONS: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention, "mla": M
 class Block(nn.Module):
     """Pre-norm attention and feed-forward with residuals; the feed-forward is dense or a mixture of experts.
 
-    `front` is everything before the feed-forward layer. `parts` of a layer are the methods that its own ones call.
+    `front` is everything before the feed-forward layer, `add` what is behind either. `parts` of a layer are the methods
+    that its own ones call.
     """
 
     parts = {"front": ("attention_norm", "attention", "ffn_norm"), "forward": ("front", "feed_forward")}
@@ -30,15 +32,22 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = ATTENTIONS[config.attention.kind](config, kernels)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.residual_multiplier = config.residual_multiplier
         mlp_width = config.ffn_hidden_size
         self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels=kernels)
 
     def front(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Attention and both norms: -> residual stream and input of the feed-forward layer, both [B, N, D]."""
-        h_BND = x_BND + self.attention(self.attention_norm(x_BND), context)
+        h_BND = self.add(x_BND, self.attention(self.attention_norm(x_BND), context))
         return h_BND, self.ffn_norm(h_BND)
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
         h_BND, normed_BND = self.front(x_BND, context)
-        return h_BND + self.feed_forward(normed_BND)
+        return self.add(h_BND, self.feed_forward(normed_BND))
+
+    def add(self, x_BND: Tensor, branch_BND: Tensor) -> Tensor:
+        """Add the output of a layer to the residual stream."""
+        if self.residual_multiplier == 1.0:
+            return x_BND + branch_BND
+        return torch.add(x_BND, branch_BND, alpha=self.residual_multiplier)

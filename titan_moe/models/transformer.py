@@ -51,7 +51,8 @@ class Transformer(nn.Module):
         blocks = [self.block_class(config, is_dense=i in dense, kernels=kernels) for i in range(config.num_layers)]
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = LanguageModelHead(config.hidden_size, config.vocab_size, loss_chunk_tokens, kernels.head)
+        sizes = config.hidden_size, config.vocab_size, loss_chunk_tokens
+        self.head = LanguageModelHead(*sizes, kernels.head, logits_scaling=config.logits_scaling)
         if config.embeddings_are_tied:
             self.head.weight = self.embed.weight
 

@@ -46,6 +46,7 @@ class VocabParallelHead:
 
     def __call__(self, x_BnD: Tensor, labels_BN: Tensor | None = None) -> Tensor:
         """[B, n, D] -> logits of all words [B, N, P·V], or with labels int64 [B, N] a scalar, fp32 or wider."""
+        x_BnD = self.head.scaled(x_BnD)
         if labels_BN is None:
             logits_BNV = F.linear(gather_sequence(x_BnD, self.group), self.head.weight)
             return all_gather(logits_BNV.movedim(-1, 0), self.group).movedim(0, -1)

@@ -50,12 +50,6 @@ top2_groups_hold_two = row(
     "{model.moe.group_score} needs two experts a group, but {=model.moe.num_experts} experts in "
     "{model.moe.num_groups} groups leave one",
 )
-bias_needs_sigmoid = row(
-    "the bias is on the scale of sigmoid scores",
-    lambda r: r.model.moe.bias_update_speed > 0 and r.model.moe.score_fn != "sigmoid",
-    '{model.moe.bias_update_speed} needs model.moe.score_fn = "sigmoid", which here is {=model.moe.score_fn}',
-    "model.moe.bias_update_speed score_fn",
-)
 shared_gate_needs_shared_experts = row(
     "the gate applies to shared experts only",
     lambda r: r.model.moe.shared_expert_gate and r.model.moe.shared_ffn_hidden_size == 0,
