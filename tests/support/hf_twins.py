@@ -26,7 +26,17 @@ MLA |= {"first_k_dense_replace": 1}
 GROUPED = {"num_key_value_heads": 3, "n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 14}
 GROUPED |= {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-QWEN2 = {"shared_expert_intermediate_size": 22, "mlp_only_layers": [0, 1]}
+GRANITE = {"num_key_value_heads": 3, "num_local_experts": 5, "embedding_multiplier": 7, "logits_scaling": 3.0}
+GRANITE |= {"residual_multiplier": 0.4, "attention_multiplier": 0.3}
+ERNIE = {"num_key_value_heads": 3, "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 14}
+ERNIE |= {
+    "num_hidden_layers": 5,
+    "moe_num_shared_experts": 2,
+    "moe_layer_interval": 2,
+    "moe_layer_end_index": 3,
+    "pad_token_id": None,
+}
+QWEN2 = {"shared_expert_intermediate_size": 22, "mlp_only_layers": [1]}
 HUNYUAN = BASE | {"num_key_value_heads": 3, "num_experts": 5, "moe_topk": 3, "head_dim": 6}
 STRETCHED = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}
 GPT_OSS = BASE | {"num_key_value_heads": 3, "head_dim": 6, "num_local_experts": 5, "intermediate_size": 14}
@@ -35,6 +45,10 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", GQA | {"head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("Qwen3Moe", GQA | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen2_moe": ("Qwen2Moe", GQA | QWEN2),
+    "qwen3_moe-every_second": ("Qwen3Moe", GQA | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "granitemoe": ("GraniteMoe", BASE | GRANITE),
+    "granitemoeshared": ("GraniteMoeShared", BASE | GRANITE | {"shared_intermediate_size": 22}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", BASE | ERNIE),
     "mixtral": ("Mixtral", BASE | {"num_key_value_heads": 3, "num_local_experts": 5, "sliding_window": 11}),
     "deepseek_v2": ("DeepseekV2", MLA | {"q_lora_rank": None}),
     "glm4_moe_lite": ("Glm4MoeLite", MLA | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "dense", "sparse"]}),

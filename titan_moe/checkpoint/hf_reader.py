@@ -122,8 +122,8 @@ def _show(metadata: Metadata, name: str, shape: torch.Size) -> None:
 
 def _covering(slices: Slices, sizes: tuple[int, ...]) -> slice:
     """The range of a dimension on disk that has a box of the dimensions that it consists of."""
-    if len(sizes) == 1:
-        return slices[0]
+    if len(sizes) < 2:
+        return slices[0] if sizes else slice(0, 1)
     (outer, inner), size = slices, sizes[1]
     whole = slice(inner.start, inner.stop) if outer.stop - outer.start == 1 else slice(0, size)
     return slice(outer.start * size + whole.start, (outer.stop - 1) * size + whole.stop)
@@ -131,8 +131,8 @@ def _covering(slices: Slices, sizes: tuple[int, ...]) -> slice:
 
 def _narrowed(values: Tensor, dim: int, slices: Slices, sizes: tuple[int, ...]) -> Tensor:
     """The box of what `_covering` has in a dimension."""
-    if len(sizes) == 1:
-        return values
+    if len(sizes) < 2:
+        return values if sizes else values.squeeze(dim)
     outer, inner = slices
     number = outer.stop - outer.start
     values = values.unflatten(dim, (number, -1))

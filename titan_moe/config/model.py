@@ -92,6 +92,12 @@ class AttentionConfig:
         """Number of elements of a `gqa` head that RoPE rotates."""
         return int(self.head_dim * self.partial_rotary_factor)
 
+    @property
+    def scale(self) -> float:
+        """The factor on the products of queries and keys, without YaRN's."""
+        width = self.head_dim if self.kind == "gqa" else self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.softmax_scale or width**-0.5
+
     def window(self, layer: int, seq_len_tokens: int) -> int:
         """Number of latest tokens that a token attends to in a layer, itself included. The first layer is 0."""
         is_full = self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0
@@ -254,7 +260,7 @@ class ModelConfig:
         """The blocks with a dense feed-forward layer, and those with experts. All that asks for a layer's kind reads
         it."""
         num_dense = self.num_dense_layers if self.moe.num_experts else self.num_layers
-        return _layers_by_kind(self.num_layers, num_dense, self.dense_layers, self.moe_every)
+        return _layers_by_kind(self.num_layers, num_dense, tuple(self.dense_layers), self.moe_every)
 
     @property
     def moe_layers(self) -> Layers:
@@ -272,8 +278,15 @@ class ModelConfig:
         moe_layers = set(self.moe_layers)
         dense = [i for i, layer in enumerate(layers) if layer not in moe_layers]
         num_leading = next((i for i, layer in enumerate(dense) if i != layer), len(dense))
-        number, others = len(layers), tuple(dense[num_leading:])
-        return replace(self, num_layers=number, num_dense_layers=num_leading, dense_layers=others, moe_every=1)
+        others = tuple(dense[num_leading:])
+        kinds = replace(self, num_layers=len(layers), num_dense_layers=num_leading, dense_layers=others, moe_every=1)
+        if others and kinds.num_moe_layers > 1:
+            step = kinds.moe_layers[1] - kinds.moe_layers[0]
+            for leading in (0, num_leading):
+                regular = replace(kinds, num_dense_layers=leading, dense_layers=(), moe_every=step)
+                if regular.layers_by_kind == kinds.layers_by_kind:
+                    return regular
+        return kinds
 
 
 @lru_cache(maxsize=256)

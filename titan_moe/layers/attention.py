@@ -130,7 +130,7 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         a = config.attention
-        self.head_dim, self.scale = a.head_dim, a.softmax_scale or a.head_dim**-0.5
+        self.head_dim, self.scale = a.head_dim, a.scale
         self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)
         self.qk_norm_rope = QKNormRope(a, config.norm_eps, kernels.rotary)
         self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=a.out_bias)

@@ -31,7 +31,7 @@ class MultiHeadLatentAttention(nn.Module):
         a, width = config.attention, config.hidden_size
         self.nope_dim, self.rope_dim, self.v_dim = a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim
         self.kv_lora_rank, self.qk_dim = a.kv_lora_rank, a.qk_nope_head_dim + a.qk_rope_head_dim
-        self.scale = (a.softmax_scale or self.qk_dim**-0.5) * yarn_scale(a.yarn_factor, a.yarn_mscale_all_dim) ** 2
+        self.scale = a.scale * yarn_scale(a.yarn_factor, a.yarn_mscale_all_dim) ** 2
         self.rotate = rotation(a)
         if a.q_lora_rank:
             self.q_down = nn.Linear(width, a.q_lora_rank, bias=False)

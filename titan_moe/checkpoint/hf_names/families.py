@@ -1,22 +1,25 @@
-"""The families: Qwen2-MoE, Qwen3-MoE, Mixtral, DeepSeek-V2 and V3, GLM-4.7-Flash, dots.llm1, Solar-Open; gpt-oss."""
+"""The families: Qwen2-MoE, Qwen3-MoE, Mixtral, DeepSeek-V2 and V3, GLM-4.7-Flash, dots.llm1, Solar-Open; and others."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from titan_moe.checkpoint.hf_names import names
+from titan_moe.checkpoint.hf_names.ernie import ERNIE4_5_MOE
 from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
 from titan_moe.checkpoint.hf_names.gpt_oss import GPT_OSS
 from titan_moe.checkpoint.hf_names.gqa_families import GLM4_MOE, HUNYUAN_V1_MOE, MINIMAX_M2, OLMOE
+from titan_moe.checkpoint.hf_names.granite import GRANITE_MOE, GRANITE_MOE_SHARED
 from titan_moe.checkpoint.hf_names.parts import (
     COMMON,
     DEFAULTS,
+    DENSE_BY_FREQUENCY,
+    DENSE_LIST,
     FIRST_K_DENSE,
     GQA,
     GROUPS,
     HEAD_DIM,
     LAYER_TYPES_DENSE,
-    LEADING_DENSE,
     ONLY,
     QUERY_LATENT,
     ROPE,
@@ -31,8 +34,7 @@ QWEN = GQA | {
     "moe_intermediate_size": "moe.ffn_hidden_size",
     "norm_topk_prob": "moe.normalize_topk",
 }
-OF_QWEN = {"decoder_sparse_step": 1}
-QWEN_DEFAULTS = DEFAULTS | {"mlp_only_layers": None, "norm_topk_prob": False}
+QWEN_DEFAULTS = DEFAULTS | {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
 QWEN_DEFAULTS |= {"use_sliding_window": False, "sliding_window": 4096}
 
 
@@ -65,9 +67,9 @@ QWEN3_MOE = Family(
     fields=QWEN,
     names=lambda model: names.COMMON | names.GQA | names.DENSE | names.EXPERTS,
     fixed={"attention.qk_norm": True},
-    only=ONLY | OF_QWEN,
+    only=ONLY,
     defaults=QWEN_DEFAULTS | {"head_dim": None},
-    parts=(HEAD_DIM, ROPE, WINDOW, LEADING_DENSE),
+    parts=(HEAD_DIM, ROPE, WINDOW, DENSE_LIST),
 )
 GATED = "feed_forward.shared_experts"
 QWEN2_MOE = replace(
@@ -81,9 +83,9 @@ QWEN2_MOE = replace(
         | {f"{GATED}.gate.weight": names.one("mlp.shared_expert_gate.weight")}
     ),
     fixed={"moe.shared_expert_gate": True},
-    only={"hidden_act": "silu"} | OF_QWEN,
+    only={"hidden_act": "silu"},
     defaults=QWEN_DEFAULTS | {"qkv_bias": True, "layer_types": None, "max_window_layers": 28, "head_dim": None},
-    parts=(HEAD_DIM, ROPE, Part(_read_windows, _write_windows), LEADING_DENSE),
+    parts=(HEAD_DIM, ROPE, Part(_read_windows, _write_windows), DENSE_LIST),
 )
 MIXTRAL = Family(
     model_type="mixtral",
@@ -101,7 +103,7 @@ MIXTRAL = Family(
         ),
     ),
 )
-MLA_DEFAULTS = DEFAULTS | {"num_key_value_heads": None}
+MLA_DEFAULTS = DEFAULTS | {"num_key_value_heads": None, "moe_layer_freq": 1}
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 OF_DEEPSEEK = ROUTED | {name: f"attention.{name}" for name in WIDTHS}
 
@@ -145,10 +147,10 @@ DEEPSEEK_V2 = Family(
     fields=COMMON | OF_DEEPSEEK,
     names=_names_of_mla,
     fixed={"attention.kind": "mla", "attention.rope_is_interleaved": True},
-    only=ONLY | {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    only=ONLY | {"scoring_func": "softmax"},
     defaults=MLA_DEFAULTS
     | {"topk_method": "greedy", "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
-    parts=(KEY_HEADS, ROPE, FIRST_K_DENSE, SHARED, QUERY_LATENT, Part(_read_groups_of_v2, _write_groups_of_v2)),
+    parts=(KEY_HEADS, ROPE, DENSE_BY_FREQUENCY, SHARED, QUERY_LATENT, Part(_read_groups_of_v2, _write_groups_of_v2)),
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
@@ -157,9 +159,9 @@ DEEPSEEK_V3 = replace(
     fields=COMMON | OF_DEEPSEEK | {"rope_interleave": "attention.rope_is_interleaved"},
     names=lambda model: _names_of_mla(model) | names.ROUTER_BIAS,
     fixed={"attention.kind": "mla", "moe.score_fn": "sigmoid"},
-    only=ONLY | {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    only=ONLY | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     defaults=MLA_DEFAULTS | {"rope_interleave": True},
-    parts=(KEY_HEADS, ROPE, FIRST_K_DENSE, SHARED, QUERY_LATENT, GROUPS),
+    parts=(KEY_HEADS, ROPE, DENSE_BY_FREQUENCY, SHARED, QUERY_LATENT, GROUPS),
     not_built={"mtp": lambda model: f"model.layers.{model.num_layers}."},
     without={"mtp": {"num_nextn_predict_layers": 0}},
 )
@@ -209,7 +211,7 @@ SOLAR_OPEN = replace(
 )
 
 BUILT: tuple[Family, ...] = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
-BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE, GPT_OSS
+BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE, GPT_OSS, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE4_5_MOE
 FAMILIES = {family.model_type: family for family in BUILT}
 
 

@@ -1,11 +1,12 @@
 """A model family of Hugging Face: how its config.json says what `[model]` says, and the names of its tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from titan_moe.checkpoint.hf_names.names import Names
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.rules.ranges import LAYERS
 
 Values = dict[str, Any]
 """Key -> value: dotted fields of `[model]` such as `attention.num_heads`, or keys of a config.json."""
@@ -85,6 +86,8 @@ class Family:
             if (found := settings[key]) != value:
                 raise ValueError(f"{key} = {found!r} in config.json: of {self.model_type} only {value!r} is built here")
         values = {**self.fixed, **{ours: settings[key] for key, ours in self.fields.items()}}
+        if (number := _checked(values).num_layers) > LAYERS:
+            raise ValueError(f"config.json gives {number:,} for model.num_layers, which is at most {LAYERS:,}")
         for part in self.parts:
             values |= part.read(settings)
         return values
@@ -113,11 +116,11 @@ def flat(model: ModelConfig) -> Values:
 
 
 def of_flat(values: Mapping[str, Any]) -> ModelConfig:
-    """A `[model]` of fields by dotted key."""
+    """A `[model]` of fields by dotted key. Lists may be those of JSON."""
     of: dict[str, Values] = {"": {}, "attention": {}, "moe": {}}
     for dotted, value in values.items():
         section, _, name = dotted.rpartition(".")
-        of[section][name] = value
+        of[section][name] = tuple(value) if isinstance(value, list) else value
     return ModelConfig(**of[""], attention=AttentionConfig(**of["attention"]), moe=MoEConfig(**of["moe"]))
 
 
@@ -160,7 +163,9 @@ def _meant(model: ModelConfig) -> ModelConfig:
         unread |= {"attention.full_attention_every"}
     if moe.num_groups == 1:
         unread |= {"moe.group_score", "moe.top_k_groups"}
-    if not model.num_layers - model.num_moe_layers:
+    if not len(model.layers_by_kind[0]):
         unread |= {"ffn_hidden_size"}
-    values, defaults = flat(model), flat(ModelConfig())
+    if attention.scale == replace(attention, softmax_scale=0.0).scale:
+        unread |= {"attention.softmax_scale"}
+    values, defaults = flat(model.with_layers(range(model.num_layers))), flat(ModelConfig())
     return of_flat(values | {key: defaults[key] for key in unread})

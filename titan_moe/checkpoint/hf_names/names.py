@@ -94,7 +94,7 @@ class Fused(NamedTuple):
     """One tensor on disk for all of ours, with the dimensions in another order, or several as one.
 
     Dimensions are letters. `Fused(name, "e2FL", ("e", "L", "F2"))` has gate and up interleaved in its last dimension:
-    of two letters, the second is of neighbours. With `"2F"` gate comes first.
+    of two letters, the second is of neighbours. With `"2F"` gate comes first. `""` is a dimension of size one.
     """
 
     name: str
@@ -174,11 +174,14 @@ def mlp(ours: str, theirs: str) -> Names:
     }
 
 
+NO_BIAS: Names = {"feed_forward.router.expert_bias_E": NotOnDisk()}
+
+
 def routed(moe: str, gate: str, up: str, down: str) -> Names:
     """A router and its experts, whose matrices have these names."""
     return {
         "feed_forward.router.weight": one(f"{moe}.gate.weight"),
-        "feed_forward.router.expert_bias_E": NotOnDisk(),
+        **NO_BIAS,
         "feed_forward.experts.gate_up": Experts(
             (f"{moe}.experts.{{}}.{gate}.weight", f"{moe}.experts.{{}}.{up}.weight")
         ),

@@ -1,9 +1,10 @@
-"""Parts of config.json that several families share: rotary embedding, windows, dense layers, shared experts."""
+"""What config.json of several families says alike: sizes, rotary embedding, windows, dense layers, shared experts."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from titan_moe.checkpoint.hf_names.family import Part, Settings, Values
-from titan_moe.config.model import ModelConfig
+from titan_moe.config.model import ModelConfig, MoEConfig
 
 COMMON = {
     "vocab_size": "vocab_size",
@@ -94,7 +95,6 @@ PARTIAL_ROPE = Part(
 )
 """It may rotate a share of a head. Its family has a default for `partial_rotary_factor`."""
 ROPE_DEFAULTS: Values = {"rope_parameters": None, "rope_scaling": None, "rope_theta": 10_000.0}
-
 DEFAULTS = ROPE_DEFAULTS | {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 
 
@@ -120,45 +120,73 @@ WINDOW = Part(_read_window, _write_window)
 """All layers have it."""
 
 
-def _read_leading(settings: Settings) -> Values:
-    dense = list(settings["mlp_only_layers"] or [])
-    if dense != list(range(len(dense))):
-        raise ValueError(f"mlp_only_layers = {dense} in config.json: only the first layers can be dense here")
-    return _dense(len(dense), settings)
+def dense_layers(layers: Iterable[int], settings: Settings) -> Values:
+    """The fields of `[model]` that say which layers are dense, and their width."""
+    number = settings["num_hidden_layers"]
+    kinds = ModelConfig(num_layers=number, dense_layers=tuple(layers), moe=MoEConfig(1)).with_layers(range(number))
+    values: Values = {name: getattr(kinds, name) for name in ("num_dense_layers", "dense_layers", "moe_every")}
+    return values | {"ffn_hidden_size": settings["intermediate_size"] if len(kinds.layers_by_kind[0]) else 0}
 
 
-def _dense(num_layers: int, settings: Settings) -> Values:
-    return {"num_dense_layers": num_layers, "ffn_hidden_size": settings["intermediate_size"] if num_layers else 0}
-
-
-def _write_leading(model: ModelConfig) -> Values:
-    return {"mlp_only_layers": list(range(model.num_dense_layers)), "intermediate_size": _dense_width(model)}
-
-
-def _dense_width(model: ModelConfig) -> int:
+def dense_width(model: ModelConfig) -> int:
+    """That of dense layers, which config.json has also for a model without any."""
     return model.ffn_hidden_size or model.moe.ffn_hidden_size
 
 
-LEADING_DENSE = Part(_read_leading, _write_leading)
-"""A list of the dense layers."""
+def _read_list(settings: Settings) -> Values:
+    listed, step = list(settings["mlp_only_layers"] or []), settings["decoder_sparse_step"]
+    every = range(settings["num_hidden_layers"])
+    return dense_layers([i for i in every if i in listed or (i + 1) % step], settings)
+
+
+def _write_list(model: ModelConfig) -> Values:
+    dense, _ = model.layers_by_kind
+    return {"mlp_only_layers": list(dense), "decoder_sparse_step": 1, "intermediate_size": dense_width(model)}
+
+
+DENSE_LIST = Part(_read_list, _write_list)
+"""A list of the dense layers, and all but every n-th."""
+
+
+def num_leading(model: ModelConfig) -> int:
+    """The number of dense layers before the first MoE layer."""
+    return model.moe_layers[0] if model.num_moe_layers else model.num_layers
+
+
+def moe_step(model: ModelConfig) -> int:
+    """The layers from one MoE layer to the next."""
+    return model.moe_layers[1] - model.moe_layers[0] if model.num_moe_layers > 1 else 1
+
+
 FIRST_K_DENSE = Part(
-    lambda settings: _dense(settings["first_k_dense_replace"] or 0, settings),
-    lambda model: {"first_k_dense_replace": model.num_dense_layers, "intermediate_size": _dense_width(model)},
+    lambda settings: dense_layers(range(settings["first_k_dense_replace"] or 0), settings),
+    lambda model: {"first_k_dense_replace": num_leading(model), "intermediate_size": dense_width(model)},
 )
-"""Their number."""
+"""Their number: they are the first layers."""
+
+
+def _read_frequency(settings: Settings) -> Values:
+    first, frequency = settings["first_k_dense_replace"] or 0, settings["moe_layer_freq"]
+    every = range(settings["num_hidden_layers"])
+    return dense_layers([i for i in every if i < first or i % frequency], settings)
+
+
+DENSE_BY_FREQUENCY = Part(
+    _read_frequency, lambda model: FIRST_K_DENSE.write(model) | {"moe_layer_freq": moe_step(model)}
+)
+"""The first layers, and behind them all but every n-th, counted from 0, as in DeepSeek's own code; transformers' has no
+n."""
 
 
 def _read_layer_types(settings: Settings) -> Values:
     types = settings["mlp_layer_types"] or ["dense"] + ["sparse"] * (settings["num_hidden_layers"] - 1)
-    num_dense = types.index("sparse") if "sparse" in types else len(types)
-    if "dense" in types[num_dense:]:
-        raise ValueError("mlp_layer_types in config.json: only the first layers can be dense here")
-    return _dense(num_dense, settings)
+    return dense_layers([i for i, kind in enumerate(types) if kind == "dense"], settings)
 
 
 def _write_layer_types(model: ModelConfig) -> Values:
-    types = ["dense"] * model.num_dense_layers + ["sparse"] * model.num_moe_layers
-    return {"mlp_layer_types": types, "intermediate_size": _dense_width(model)}
+    dense, _ = model.layers_by_kind
+    types = ["dense" if i in dense else "sparse" for i in range(model.num_layers)]
+    return {"mlp_layer_types": types, "intermediate_size": dense_width(model)}
 
 
 LAYER_TYPES_DENSE = Part(_read_layer_types, _write_layer_types)

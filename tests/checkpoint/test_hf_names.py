@@ -1,0 +1,71 @@
+"""Words of config.json that no tiny model of transformers shows: which layers are dense, and what cannot be said."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from titan_moe.checkpoint.hf_names.families import FAMILIES
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "rms_norm_eps": 1e-5}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": None}
+LATENT |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+V3 = LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+ERNIE = {"moe_k": 2, "moe_num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "kinds"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 3}, "ddMddM"),
+        ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, "dMdddM"),
+        ("qwen2_moe", {"num_experts": 4, "shared_expert_intermediate_size": 8, "mlp_only_layers": [5, 0]}, "dMMMMd"),
+        ("deepseek_v2", LATENT | {"moe_layer_freq": 2}, "ddMdMd"),
+        ("deepseek_v3", V3 | {"moe_layer_freq": 3, "first_k_dense_replace": 0}, "MddMdd"),
+        ("deepseek_v3", V3, "dMMMMM"),
+        ("glm4_moe_lite", V3 | {"mlp_layer_types": ["sparse", "dense"] * 3}, "MdMdMd"),
+        ("ernie4_5_moe", ERNIE, "dMMMMM"),
+        ("ernie4_5_moe", ERNIE | {"moe_layer_interval": 2, "moe_layer_start_index": 2}, "dddMdM"),
+        ("ernie4_5_moe", ERNIE | {"moe_layer_start_index": 2, "moe_layer_end_index": 3}, "ddMMdd"),
+        ("ernie4_5_moe", ERNIE | {"moe_layer_start_index": 4, "moe_layer_end_index": 4}, "ddddMd"),
+    ],
+)
+def test_dense_layers_are_read_and_written(family: str, settings: dict[str, Any], kinds: str) -> None:
+    model, _ = FAMILIES[family].read(SIZES | settings)
+    assert "".join("M" if i in model.moe_layers else "d" for i in range(6)) == kinds
+    again, _ = FAMILIES[family].read(FAMILIES[family].write(model))
+    assert again.layers_by_kind == model.layers_by_kind
+
+
+MODEL = ModelConfig(num_layers=6, ffn_hidden_size=48, attention=AttentionConfig(), moe=MoEConfig(4, ffn_hidden_size=16))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("dots1", {"dense_layers": (1, 4)}, "dense_layers"),
+        ("ernie4_5_moe", {"dense_layers": (0, 1, 4)}, "dense_layers"),
+        ("granitemoe", {"dense_layers": (0,)}, "num_dense_layers = 1"),
+        ("mixtral", {"residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
+        ("qwen3_moe", {"logits_scaling": 2.0}, "logits_scaling = 2.0"),
+        ("qwen3_moe", {"attention": AttentionConfig(softmax_scale=0.5, qk_norm=True)}, "softmax_scale = 0.5"),
+    ],
+)
+def test_what_a_family_has_no_words_for_is_named(family: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"{family} has no words for .*{words}"):
+        FAMILIES[family].write(replace(MODEL, **changes))
+
+
+def test_a_scale_of_attention_that_is_the_usual_one_has_words_everywhere() -> None:
+    usual = replace(MODEL, attention=AttentionConfig(head_dim=64, softmax_scale=0.125, qk_norm=True))
+    assert FAMILIES["qwen3_moe"].write(usual)["head_dim"] == 64
+    granite = FAMILIES["granitemoe"].write(replace(usual, attention=AttentionConfig(head_dim=64)))
+    assert granite["attention_multiplier"] == 0.125
+
+
+@pytest.mark.parametrize("layers", [10**12, 0, -1])
+def test_a_wrong_number_of_layers_is_no_endless_loop(layers: int) -> None:
+    with pytest.raises(ValueError, match="num_layers"):
+        FAMILIES["ernie4_5_moe"].read(SIZES | ERNIE | {"num_hidden_layers": layers})
