@@ -29,13 +29,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_ma
 GRANITE = {"num_key_value_heads": 3, "num_local_experts": 5, "embedding_multiplier": 7, "logits_scaling": 3.0}
 GRANITE |= {"residual_multiplier": 0.4, "attention_multiplier": 0.3}
 ERNIE = {"num_key_value_heads": 3, "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 14}
-ERNIE |= {
-    "num_hidden_layers": 5,
-    "moe_num_shared_experts": 2,
-    "moe_layer_interval": 2,
-    "moe_layer_end_index": 3,
-    "pad_token_id": None,
-}
+ERNIE |= {"num_hidden_layers": 5, "moe_num_shared_experts": 2, "moe_layer_interval": 2, "moe_layer_end_index": 3}
+ERNIE |= {"pad_token_id": None}
 QWEN2 = {"shared_expert_intermediate_size": 22, "mlp_only_layers": [1]}
 HUNYUAN = BASE | {"num_key_value_heads": 3, "num_experts": 5, "moe_topk": 3, "head_dim": 6}
 STRETCHED = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}
