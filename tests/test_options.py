@@ -82,6 +82,7 @@ KEPT = {
     "model.moe_every": "Llama 4, Ernie 4.5",
     "model.hidden_size": "shape of every model",
     "model.ffn_hidden_size": "width of dense layers: DeepSeek, and models without experts",
+    "model.norm": "Phi-3.5-MoE",
     "model.norm_eps": "families differ: 1e-5 and 1e-6",
     "model.embeddings_are_tied": "small Qwen3, Gemma",
     "model.init_std": "families differ",

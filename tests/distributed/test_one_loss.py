@@ -336,7 +336,10 @@ SPLIT_MODELS = {
     ),
     "mla": replace(MODEL, attention=replace(MLA, softmax_scale=0.4), residual_multiplier=1.2, logits_scaling=1.1),
     "mla-latent-gate": replace(
-        MODEL, attention=replace(MLA, q_lora_rank=0), moe=replace(MOE, latent_size=8, shared_expert_gate=True)
+        MODEL,
+        norm="layer",
+        attention=replace(MLA, q_lora_rank=0),
+        moe=replace(MOE, latent_size=8, shared_expert_gate=True),
     ),
 }
 """Models whose heads divide by 4; with "shared", two of 4 ranks need the same keys and values. Balancing losses, expert

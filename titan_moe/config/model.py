@@ -225,8 +225,13 @@ class ModelConfig:
     """Width of the residual stream (D)."""
     ffn_hidden_size: int = 0
     """Hidden width of the dense feed-forward layers."""
+    norm: Literal["rms", "layer"] = "rms"
+    """The norms before attention, feed-forward layers and the head. Those of queries, keys and latents are RMSNorms in
+    any case.
+    `rms`: RMSNorm (arXiv:1910.07467).
+    `layer`: LayerNorm with bias (arXiv:1607.06450; used by Phi-3.5-MoE)."""
     norm_eps: float = 1e-6
-    """Epsilon of every RMSNorm but those of `model.attention.latent_norm_eps`."""
+    """Epsilon of every norm but those of `model.attention.latent_norm_eps`."""
     embeddings_are_tied: bool = False
     """Share the weight of embedding and output head."""
     embedding_multiplier: float = 1.0

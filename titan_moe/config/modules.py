@@ -133,15 +133,16 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     yield _matrix("embedding", None, tp, "embed", (words, width), "inputs", multiply_adds=0, **splits)
     own_input = (("norms", width),) if tp == 1 else ()  # over tp, what is gathered of it is kept
     stream: Any = {"kept": 2 * width, "sent": (("block", width),)}  # input and output
-    yield _vectors("norms", layers, "attention_norm", width, **stream, freed=own_input)
+    of_norm = {"rms": 1, "layer": 2}[model.norm] * width  # weight and bias
+    yield _vectors("norms", layers, "attention_norm", of_norm, **stream, freed=own_input)
     stream["sent"] = (("ffn_norm", width),)
     yield from attention(model, layers, p)
-    yield _vectors("norms", dense_layers, "ffn_norm", width, **stream, freed=own_input)
-    yield _vectors("norms", moe_layers, "ffn_norm", width, **stream, freed=(("norms", width),))
+    yield _vectors("norms", dense_layers, "ffn_norm", of_norm, **stream, freed=own_input)
+    yield _vectors("norms", moe_layers, "ffn_norm", of_norm, **stream, freed=(("norms", width),))
     hidden = Split("ffn_hidden_size", model.ffn_hidden_size)
     yield from _mlp("dense", dense_layers, tp, "feed_forward", width, hidden)
     yield from _moe(model, moe_layers, p)
-    yield _vectors("norms", None, "norm", width)
+    yield _vectors("norms", None, "norm", of_norm)
     head = _matrix("head", None, tp, "head", (width, words), "outputs", **splits)
     yield replace(head, parameters=0, own_parameters=0) if model.embeddings_are_tied else head
 

@@ -65,6 +65,7 @@ SPELLINGS = {
     "model.hidden_size": "dim d_model n_embd model_dim embedding_dim",
     "model.ffn_hidden_size": "inter_dim",
     "model.ffn_hidden_size (of experts: model.moe.ffn_hidden_size)": "intermediate_size",
+    'model.norm ("RMSNorm" -> "rms", "LayerNorm" -> "layer")': "normalization norm_type",
     "model.norm_eps": "layernorm_epsilon norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon rms_norm_epsilon",
     "model.embeddings_are_tied": "tie_word_embeddings share_embeddings_and_output_weights tie_embeddings "
     "enable_weight_tying",
@@ -290,8 +291,8 @@ ABSENT = {
     "weights are gathered in the dtype of precision.compute": "enable_fsdp_float8_all_gather",
     "models have no dropout": "dropout hidden_dropout attention_dropout attn_dropout resid_dropout embd_pdrop "
     "moe_input_jitter_eps",
-    "layers are SwiGLU and RMSNorm without biases; model.class takes a model of your own": "swiglu hidden_act "
-    "activation activation_func gated_linear_unit normalization add_bias_linear disable_bias_linear mlp_bias",
+    "layers are SwiGLU without biases; model.class takes a model of your own": "swiglu hidden_act "
+    "activation activation_func gated_linear_unit add_bias_linear disable_bias_linear mlp_bias",
     "models predict one token; model.class takes a model of your own": "mtp_num_layers num_nextn_predict_layers",
     'weights of Hugging Face are read with checkpoint.load_from = "hf:FOLDER"; titan-moe recipe FOLDER writes the '
     "[model] of such a folder": "model_name_or_path pretrained_model_name_or_path base_model from_pretrained "

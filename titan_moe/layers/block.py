@@ -13,6 +13,7 @@ from titan_moe.layers.attention import Context, GroupedQueryAttention
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
 from titan_moe.layers.moe import MoE
+from titan_moe.layers.norm import NORMS
 
 ATTENTIONS: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
 
@@ -29,9 +30,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         check_attention(config, kernels)
-        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
         self.attention = ATTENTIONS[config.attention.kind](config, kernels)
-        self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn_norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
         self.residual_multiplier = config.residual_multiplier
         mlp_width = config.ffn_hidden_size
         self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels=kernels)

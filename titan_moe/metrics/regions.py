@@ -30,7 +30,7 @@ def apply(model: nn.Module) -> None:
         elif isinstance(module, nn.Embedding):
             _wrap(module, "embedding", "forward")
     for child in model.children():
-        if isinstance(child, nn.RMSNorm):  # the norm before the head
+        if isinstance(child, (nn.RMSNorm, nn.LayerNorm)):  # the norm before the head
             _wrap(child, "head", "forward")
 
 

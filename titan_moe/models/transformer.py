@@ -17,6 +17,7 @@ from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mask import MASKS, Mask, MaskSpec
+from titan_moe.layers.norm import NORMS
 from titan_moe.layers.rope import rope_tables
 from titan_moe.models.generate import generate, next_logits
 from titan_moe.models.part import tied_weight
@@ -50,7 +51,7 @@ class Transformer(nn.Module):
         dense, _ = config.layers_by_kind
         blocks = [self.block_class(config, is_dense=i in dense, kernels=kernels) for i in range(config.num_layers)]
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
         sizes = config.hidden_size, config.vocab_size, loss_chunk_tokens
         self.head = LanguageModelHead(*sizes, kernels.head, logits_scaling=config.logits_scaling)
         if config.embeddings_are_tied:
