@@ -280,6 +280,11 @@ def test_parse_list_of_integers(tmp_path: Path, text: str) -> None:
     assert "model.dense_layers = [1, true] must be a list of integers" in problem
 
 
+def test_parse_refuses_a_list_with_nul_characters_on_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="must be valid text without NUL"):
+        load_recipe(write(tmp_path, "r.toml", ""), ["--precision.modules_in_compute=a\0b"])
+
+
 @pytest.mark.parametrize("value", ["3", '"layers.0.*"', "[1]", '["a", 1]'])
 def test_parse_refuses_what_is_no_list_of_strings(tmp_path: Path, value: str) -> None:
     file = write(tmp_path, "r.toml", f"[precision]\nmodules_in_compute = {value}")

@@ -225,7 +225,7 @@ def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
     limit = _limit(value)
     if of_type and not limit:
         return value
-    is_number = type(value) is int or (setting.is_text and type(_from_text(int, value)) is int)
+    is_number = type(value) is int or (setting.is_text and type(_from_text(int, setting.value)) is int)
     removed = REMOVED.get(f"{key.dotted} = {'a number' if is_number else shown(value)}")
     reason = f" ({removed})" if removed else ""
     way_out = f"; {key.way_to_add}" if key.way_to_add else ""
