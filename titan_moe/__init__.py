@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from titan_moe.layers.experts import GroupedExperts as GroupedExperts
     from titan_moe.layers.init import init_weights as init_weights
     from titan_moe.layers.moe import MoE as MoE
+    from titan_moe.layers.replay import RoutingReplay as RoutingReplay
     from titan_moe.layers.router import TopKRouter as TopKRouter
     from titan_moe.models.transformer import Transformer as Transformer
     from titan_moe.parallel.balance import (
@@ -147,6 +148,7 @@ _MODULES = {
     "Recipe": "titan_moe.config.recipe",
     "RecipeError": "titan_moe.config.parse",
     "Routed": "titan_moe.dispatch",
+    "RoutingReplay": "titan_moe.layers.replay",
     "RunConfig": "titan_moe.config.train",
     "SymmMemDispatcher": "titan_moe.dispatch.symm_mem.dispatcher",
     "SymmMemFusedDispatcher": "titan_moe.dispatch.symm_mem.fused",

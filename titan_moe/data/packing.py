@@ -29,6 +29,9 @@ class Batch(NamedTuple):
     tokens_MBN: Tensor  # int64
     labels_MBN: Tensor  # int64, the next token, or IGNORE_LABEL
     document_ids_MBN: Tensor | None  # int32, only with data.document_attention; of whole sequences in any case
+    topk_ids_MBNLK: Tensor | None = None
+    """int, the experts that tokens take in each layer, -1 where the router chooses; with them `StepResult` has all. L
+    are all layers, and what stands for dense ones has no effect. They are not checked: K different experts, or -1."""
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. Copies to a GPU are asynchronous, from pinned memory."""
@@ -40,7 +43,9 @@ class Batch(NamedTuple):
             return self
         chunks = shard.slices(self.tokens_MBN.shape[-1])
         tokens, labels = (torch.cat([x[..., chunk] for chunk in chunks], -1) for x in self[:2])
-        return Batch(tokens, labels, self.document_ids_MBN)
+        ids = self.topk_ids_MBNLK
+        own_ids = None if ids is None else torch.cat([ids[:, :, chunk] for chunk in chunks], 2)
+        return Batch(tokens, labels, self.document_ids_MBN, own_ids)
 
     def microbatches(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Iterate over microbatches: tokens, labels and document ids, each [B, N]."""

@@ -3,10 +3,14 @@
 B batch · N sequence · T tokens (B·N) · E experts · K choices a token
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule
+from titan_moe.layers.router import TopKRouter
 
 
 class KeptChoice:
@@ -15,8 +19,7 @@ class KeptChoice:
     It takes the place of `TopKRouter.route`. Scores, weights and losses are those of each forward's logits; what is
     selected and counted is that of the first one. So all forwards have the gradients of one choice, also where logits
     differ in their last bits. A first forward finds -1 and writes, the others read, and all run the same operations: a
-    compiler makes one graph of them, and the host knows nothing of the ids. They may also be those of a recording
-    (router replay).
+    compiler makes one graph of them, and the host knows nothing of the ids.
     """
 
     def __init__(self, route: RouteTokens, ids_TK: Tensor, aux_counts_BE: Tensor, way_out: str = "") -> None:
@@ -43,12 +46,7 @@ class KeptChoice:
             raise ValueError(self._misfit(num_sequences, num_tokens))
         self.is_spent = bool(self.way_out)
         ids_BNK = self.ids_TK[: num_sequences * num_tokens].view(num_sequences, num_tokens, rule.top_k)
-        own_BNK = ids_BNK if kept_ids_BNK is None else torch.where(kept_ids_BNK >= 0, kept_ids_BNK, ids_BNK)
-        if forced_ids_BNK is None:
-            routing = self.route(logits_BNE, expert_bias_E, rule, None, own_BNK)
-        else:
-            routing = self.route(logits_BNE, expert_bias_E, rule, torch.where(own_BNK >= 0, own_BNK, forced_ids_BNK))
-        ids_BNK.copy_(routing.topk_ids_BNK)
+        routing = _route(self.route, ids_BNK, logits_BNE, expert_bias_E, rule, forced_ids_BNK, kept_ids_BNK)
         if not rule.counts_by_score or forced_ids_BNK is not None:  # the loss counts the ids
             return routing
         kept_BE = self.aux_counts_BE[:num_sequences]
@@ -61,6 +59,69 @@ class KeptChoice:
         got = "is called twice" if self.is_spent else f"gets {num_tokens} tokens of each of {num_sequences}"
         rule = f"is for a router that is called once, with {room}"
         return f"a kept choice of experts {rule}; this one {got}{self.way_out and '; '}{self.way_out}"
+
+
+class RecordedChoice:
+    """Route as another function does, but select the experts of a record where it has some, and write down the others.
+
+    It takes the place of `TopKRouter.route`. Scores, weights and losses are those of the logits, and the balancing loss
+    counts by their scores (router replay, arXiv:2510.11370).
+    """
+
+    def __init__(self, route: RouteTokens, ids_BNK: Tensor) -> None:
+        """`ids_BNK`, int32, are -1 for tokens whose experts the router chooses, and written in place."""
+        self.route, self.ids_BNK = route, ids_BNK
+
+    def __call__(
+        self,
+        logits_BNE: Tensor,
+        expert_bias_E: Tensor,
+        rule: RoutingRule,
+        forced_ids_BNK: Tensor | None = None,
+        kept_ids_BNK: Tensor | None = None,
+    ) -> Routing:
+        """Route by the record; those that are given, by another choice around this one, come first.
+
+        Raises: ValueError for tokens of another shape.
+        """
+        if logits_BNE.shape[:2] != self.ids_BNK.shape[:2]:
+            raise ValueError(
+                f"experts are replayed for {list(self.ids_BNK.shape[:2])} sequences and tokens, and the router got "
+                f"{list(logits_BNE.shape[:2])}; make the replay with the shape of the forward"
+            )
+        return _route(self.route, self.ids_BNK, logits_BNE, expert_bias_E, rule, forced_ids_BNK, kept_ids_BNK)
+
+
+def _route(
+    route: RouteTokens,
+    ids_BNK: Tensor,
+    logits_BNE: Tensor,
+    expert_bias_E: Tensor,
+    rule: RoutingRule,
+    forced_ids_BNK: Tensor | None,
+    kept_ids_BNK: Tensor | None,
+) -> Routing:
+    """Select the kept ids, else these, else the forced ones, else the top-k; they are written into these."""
+    own_BNK = ids_BNK if kept_ids_BNK is None else torch.where(kept_ids_BNK >= 0, kept_ids_BNK, ids_BNK)
+    if forced_ids_BNK is None:
+        routing = route(logits_BNE, expert_bias_E, rule, None, own_BNK)
+    else:
+        routing = route(logits_BNE, expert_bias_E, rule, torch.where(own_BNK >= 0, own_BNK, forced_ids_BNK))
+    ids_BNK.copy_(routing.topk_ids_BNK)
+    return routing
+
+
+@contextmanager
+def routing_by(routers: Iterable[TopKRouter], choices: Iterable[RouteTokens]) -> Iterator[None]:
+    """Let each router route by its choice."""
+    routed = [(router, router.route, choice) for router, choice in zip(routers, choices, strict=True)]
+    try:
+        for router, _, choice in routed:
+            router.route = choice
+        yield
+    finally:
+        for router, route, _ in routed:
+            router.route = route
 
 
 def nothing_chosen(

@@ -11,7 +11,7 @@ between the two forwards would send tokens elsewhere.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from itertools import product
@@ -27,7 +27,7 @@ from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep
 from titan_moe.layers.attention import GroupedQueryAttention
 from titan_moe.layers.balance import LoadBalance, repeated
 from titan_moe.layers.block import Block
-from titan_moe.layers.choice import KeptChoice, nothing_chosen
+from titan_moe.layers.choice import KeptChoice, nothing_chosen, routing_by
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.router import TopKRouter
@@ -126,7 +126,8 @@ def _checkpointed(
         choices = [_nothing_chosen(router, args[0]) for router in routers]  # of this forward: others are in flight
 
         def run(*inputs: Any) -> Any:
-            with _keeping(routers, choices):
+            kept = (KeptChoice(router.route, *choice, WAY_OUT) for router, choice in zip(routers, choices, strict=True))
+            with routing_by(routers, kept):  # as in the first forward with these choices
                 return forward(*inputs)
 
         return checkpoint(run, *args, **options)
@@ -137,16 +138,3 @@ def _checkpointed(
 def _nothing_chosen(router: TopKRouter, x_BND: Tensor) -> tuple[Tensor, Tensor]:
     num_sequences, num_tokens = x_BND.shape[:2]
     return nothing_chosen(num_sequences, num_tokens, len(router.expert_bias_E), router.rule.top_k, x_BND.device)
-
-
-@contextmanager
-def _keeping(routers: Sequence[TopKRouter], choices: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Let the routers choose as in the first forward with these choices."""
-    routes = [router.route for router in routers]
-    try:
-        for router, route, choice in zip(routers, routes, choices, strict=True):
-            router.route = KeptChoice(route, *choice, WAY_OUT)
-        yield
-    finally:
-        for router, route in zip(routers, routes, strict=True):
-            router.route = route

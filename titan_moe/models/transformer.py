@@ -36,6 +36,8 @@ class Transformer(nn.Module):
     """A forward gets one of so many equal parts of each sequence, and document ids of whole sequences."""
     num_sequence_ranks = 1
     """Between layers hidden states are one of so many equal parts of each sequence."""
+    tensor_rank = 0
+    """Which part of the tokens of a forward that is, of those of a tensor-parallel group."""
     query_shard: SequenceShard = WHOLE_SEQUENCES
     """The tokens whose queries attend on this rank; those of a forward, or of whole sequences."""
 

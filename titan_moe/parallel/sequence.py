@@ -31,6 +31,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
             case Transformer():
                 module.length_multiple = config.length_multiple
                 module.num_sequence_ranks = num_ranks
+                module.tensor_rank = meshes.dense.get_local_rank("tp")
             case LoadBalance():
                 module.num_sequence_ranks = num_ranks
                 if module.aux_loss_coef or module.z_loss_coef:

@@ -34,6 +34,7 @@ from titan_moe.parallel.pipeline import stages, weight_grads
 from titan_moe.parallel.pipeline.agreement import check_one_schedule
 from titan_moe.parallel.pipeline.model import Model, whole_model
 from titan_moe.parallel.pipeline.stages import find_tied_embedding
+from titan_moe.parallel.routing import StepRouting
 from titan_moe.parameters import TENSOR_AXIS
 from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.resolved import Resolved
@@ -80,8 +81,11 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     tied = find_tied_embedding(parts, resolved, meshes, is_tied=is_tied)
     spikes = [Spikes(recipe.train.spike_sigmas, device)] if recipe.train.spike_sigmas else []
+    routing = StepRouting(parts, recipe.model, meshes)
     step = TrainStep(
-        forward_backward=build_forward_backward(parts, resolved, meshes, tied, queue, capacity=capacity),
+        forward_backward=build_forward_backward(
+            parts, resolved, meshes, tied, queue, capacity=capacity, routing=routing
+        ),
         optimizers=optimizers,
         balancer=ExpertBalancer(parts, meshes.world_group, num_experts),
         capacity=capacity,
@@ -92,6 +96,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         metrics=measured(recipe),
         tied=() if tied is None else tuple(tied.weights),
         replicated=_replicated_grads(recipe, meshes, optimizers),
+        routing=routing,
     )
     memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes))
     runner = StepRunner(

@@ -15,6 +15,7 @@ from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.forward_backward import Pipeline
 from titan_moe.parallel.pipeline.stages import TiedEmbedding
+from titan_moe.parallel.routing import StepRouting
 from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.resolved import Resolved
 
@@ -32,18 +33,23 @@ def build_forward_backward(
     queue: WeightGradQueue | None,
     *,
     capacity: ExpertCapacity,
+    routing: StepRouting,
 ) -> ForwardBackward:
     """Choose the order of a step's microbatches, and bind the model. `queue` has the weight gradients that its layers
-    delay; microbatches in flight share the arena of `capacity`."""
+    delay; microbatches in flight share the arena of `capacity`, and route by the ids of `routing`."""
     p = resolved.recipe.parallel
     if p.pp > 1 or p.overlap == "microbatch" or p.accumulate_unsharded:
-        return Pipeline(parts, resolved, meshes, tied, queue, capacity=capacity)
-    return partial(forward_backward, *parts)
+        return Pipeline(parts, resolved, meshes, tied, queue, capacity=capacity, routing=routing)
+    return partial(forward_backward, *parts, routing=routing)
 
 
-def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
+def forward_backward(model: nn.Module, batch: Batch, scale: Tensor, *, routing: StepRouting) -> Tensor:
     """Run one microbatch after the other, accumulating gradients; returns this rank's loss, scaled."""
-    return torch.stack([run_microbatch(model, microbatch, scale) for microbatch in batch.microbatches()]).sum()
+    losses = []
+    for number, microbatch in enumerate(batch.microbatches()):
+        with routing.of(model, number):  # in backward too: what it repeats is then compiled as in forward
+            losses.append(run_microbatch(model, microbatch, scale))
+    return torch.stack(losses).sum()
 
 
 def run_microbatch(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:

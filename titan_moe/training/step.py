@@ -20,6 +20,7 @@ from titan_moe.optim.build import Optimizers
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import ReplicatedGrads, clip_factor, grad_norm
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.routing import StepRouting
 from titan_moe.profile.region import region
 from titan_moe.training.controller import DeviceController
 from titan_moe.training.forward_backward import ForwardBackward
@@ -31,6 +32,8 @@ class StepResult(NamedTuple):
     metrics: dict[str, Tensor]
     """Scalars by name, of all ranks: those that `metrics/table.py` measures, the norm, and counts of controllers."""
     tokens_per_expert: dict[str, Tensor]  # router name -> tokens of each expert over all ranks [E]
+    topk_ids_MBNLK: Tensor | None = None
+    """int32, the experts that this rank's tokens took, -1 in dense layers, if the batch had `topk_ids_MBNLK`."""
 
     @property
     def loss(self) -> Tensor:
@@ -69,13 +72,18 @@ class TrainStep:
     """Parameters that two stages of a pipeline have."""
     replicated: ReplicatedGrads | None = None
     """What tensor-parallel ranks sum."""
+    routing: StepRouting | None = None
+    """That of `forward_backward`, where experts can be replayed."""
 
     def __call__(self, batch: Batch) -> StepResult:
         num_labels, num_tokens = self.count(batch)
         scale = 1.0 / num_labels.clamp(min=1)
         self.balancer.start(1.0 / num_tokens)
         self.capacity.reset()
+        if self.routing is not None:
+            self.routing.start(batch.tokens_MBN, batch.topk_ids_MBNLK)
         loss = self.forward_backward(batch, scale)
+        topk_ids_MBNLK = None if self.routing is None else self.routing.finish(batch.topk_ids_MBNLK)
         self.finish_gradients()
         # ranks of cp have the same balancing losses, those of their whole sequences
         aux_loss = self.balancer.aux_loss(loss) / self.meshes.sizes.cp
@@ -91,7 +99,7 @@ class TrainStep:
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
         metrics |= self.counts | measure_of_all(self.metrics, now._replace(tokens_per_expert=tokens_per_expert))
-        return StepResult(metrics, tokens_per_expert)
+        return StepResult(metrics, tokens_per_expert, topk_ids_MBNLK)
 
     @property
     def counts(self) -> dict[str, Tensor]:

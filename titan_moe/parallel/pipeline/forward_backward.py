@@ -36,6 +36,7 @@ from titan_moe.parallel.pipeline.rehearsal import Rehearsals, StandIns, first_mi
 from titan_moe.parallel.pipeline.runs import Delaying, RunInPieces, StageInPieces, StageRun, WholeRun
 from titan_moe.parallel.pipeline.slabs import InFlight, Slabs
 from titan_moe.parallel.pipeline.stages import TiedEmbedding, parts_by_stage
+from titan_moe.parallel.routing import StepRouting, within
 from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.pipeline.action import Action, Pair, actions_in, flat
 from titan_moe.plan.pipeline.schedules import actions_of_recipe
@@ -58,15 +59,16 @@ class Pipeline:
         queue: WeightGradQueue | None,
         *,
         capacity: ExpertCapacity,
+        routing: StepRouting,
     ) -> None:
         """`queue` is that of the layers (weight_grads.py); None if the schedule does not split backwards.
-        `capacity` has the arena of microbatches in flight."""
+        `capacity` has the arena of microbatches in flight, `routing` their experts."""
         recipe = resolved.recipe
         p = self.config = recipe.parallel
         self.rank, self.group = meshes.dense.get_local_rank("pp"), meshes.pipeline_group
         self.stages, self.ranks = parts_by_stage(parts, resolved, meshes), resolved.ranks
         self.last_stage = len(self.ranks) - 1
-        self.tied, self.queue, self.capacity = tied, queue, capacity
+        self.tied, self.queue, self.capacity, self.routing = tied, queue, capacity, routing
         self.runs_in_pieces = p.overlap == "microbatch"
         self.reduces_at_the_end = queue is not None
         """Gradients of a stage, after its last action; else in its last backward."""
@@ -80,7 +82,7 @@ class Pipeline:
         actions = actions_of_recipe(self.config, len(batch.tokens_MBN))[self.rank]
         like = activations_like(batch.tokens_MBN[0], self.config.tp, self.hidden_size, self.dtype)
         if self.rehearsals.is_due(like.device):
-            with unchanged(self.stages.values(), self.capacity, like.device):
+            with unchanged(self.stages.values(), self.capacity, like.device), self.routing.unchanged():
                 StepRun(self, batch, scale, first_microbatches(actions), StandIns(like)).take(in_lane=False)
         run = StepRun(self, batch, scale, actions, Messages(self.group, like))
         run.take(in_lane=self.config.pp > 1)
@@ -200,8 +202,9 @@ class StepRun:
         in_pieces = self.in_pieces.get(stage)
         run = WholeRun(self.stages[stage], *inputs) if in_pieces is None else RunInPieces(in_pieces, *inputs)
         self.runs[key] = run
+        stretches = within(self.pipeline.routing, self.stages[stage], microbatch, run.forward(x))
         with self.slabs.forward_of(stage, microbatch):
-            out = self._beside_messages(key, (yield from run.forward(x)))
+            out = self._beside_messages(key, (yield from stretches))
         if is_last:
             self.losses.append(out)
             self.output_grads[key] = Received(torch.ones_like(out), None)
@@ -224,7 +227,8 @@ class StepRun:
         reduces = not self.pipeline.reduces_at_the_end and self.num_backwards_left[stage] == 1
         if self.pipeline.config.accumulate_unsharded:
             fsdp.set_unsharded_accumulation(self.stages[stage], not reduces)
-        grad = yield from self.runs.pop(key).backward(self.output_grads.pop(key).wait(), reduces=reduces)
+        stretches = self.runs.pop(key).backward(self.output_grads.pop(key).wait(), reduces=reduces)
+        grad = yield from within(self.pipeline.routing, self.stages[stage], microbatch, stretches)
         if stage == 0:
             return
         assert grad is not None, f"stage {stage} does not depend on the stage before it"
