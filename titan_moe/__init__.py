@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from titan_moe.checkpoint.hf import load_hf as load_hf
     from titan_moe.checkpoint.hf import save_hf as save_hf
     from titan_moe.checkpoint.hf_folder import HuggingFaceError as HuggingFaceError
+    from titan_moe.checkpoint.hf_stream import hf_weights as hf_weights
     from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
     from titan_moe.config.kernels import KernelOverrides as KernelOverrides
     from titan_moe.config.kernels import Kernels as Kernels
@@ -161,6 +162,7 @@ _MODULES = {
     "apply_expert_parallel": "titan_moe.parallel.expert",
     "check": "titan_moe.entry",
     "close_symm_memory": "titan_moe.dispatch.symm_mem.memory",
+    "hf_weights": "titan_moe.checkpoint.hf_stream",
     "init_weights": "titan_moe.layers.init",
     "linear_cross_entropy": "titan_moe.kernels.loss.cross_entropy",
     "load_hf": "titan_moe.checkpoint.hf",

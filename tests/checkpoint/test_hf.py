@@ -17,6 +17,7 @@ from titan_moe.checkpoint import hf_export
 from titan_moe.checkpoint.hf import load_hf, save_hf
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.checkpoint.hf_names.families import family_for
+from titan_moe.checkpoint.hf_stream import hf_weights
 from titan_moe.checkpoint.hf_weights import pieces_of, weights_of
 from titan_moe.models.transformer import Transformer
 
@@ -218,6 +219,9 @@ def test_an_export_is_in_the_dtype_asked_for_and_lists_its_files(whole_folder: P
     expected = safetensors.load_file(source / "model.safetensors")
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in tensors.items())
+    streamed = dict(hf_weights(ours, torch.bfloat16))
+    assert streamed.keys() == tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in streamed.items())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
     manifest = json.loads((tmp_path / "out" / "titan_moe.json").read_text())

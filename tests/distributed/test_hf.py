@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from titan_moe.checkpoint.hf import load_hf, save_hf
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.checkpoint.hf_names.families import FAMILIES
+from titan_moe.checkpoint.hf_stream import hf_weights
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig, PerfConfig
@@ -44,9 +46,10 @@ LAYOUTS = {
 
 
 def go_through(source: Path, layouts: list[ParallelConfig], expected: dict[str, Tensor], out: Path) -> None:
-    """On each rank: load under every layout, compare with the whole tensors, save."""
+    """On each rank: load under every layout, compare with the whole tensors, save, and give without a file."""
     config = json.loads((source / "config.json").read_text())
     model = FAMILIES[config["model_type"]].read(config)[0]
+    orders = set()
     for i, parallel in enumerate(layouts):
         recipe = Recipe(
             model=model,
@@ -64,6 +67,12 @@ def go_through(source: Path, layouts: list[ParallelConfig], expected: dict[str, 
             for name, tensor in part.state_dict().items():
                 assert torch.equal(full_tensor(tensor, rows.get(name, ())), expected[name]), name
         save_hf(parts, out / str(i), max_file_bytes=20_000)
+        streamed = list(hf_weights(parts))
+        written = {key: each for file in (out / str(i)).glob("*.safetensors") for key, each in load_file(file).items()}
+        assert sorted(key for key, _ in streamed) == sorted(written)
+        assert all(torch.equal(tensor, written[key]) for key, tensor in streamed)
+        orders.add(tuple(key for key, _ in streamed))
+    assert len(orders) == 1, "of all layouts"
     with pytest.raises(HuggingFaceError, match="config.json cannot be read"):  # on all ranks, or one would wait
         load_hf(parts, source / "absent")
 

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from titan_moe.checkpoint import hf_export
 from titan_moe.checkpoint.hf_folder import HuggingFaceError, account, read_folder
 from titan_moe.checkpoint.hf_names.families import family_of
-from titan_moe.checkpoint.hf_names.family import same_model
+from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
 from titan_moe.checkpoint.hf_names.names import Piece
 from titan_moe.checkpoint.hf_reader import reader_of
-from titan_moe.checkpoint.hf_weights import Model, not_zero, pieces_of, weights_of
+from titan_moe.checkpoint.hf_weights import Model, Weights, not_zero, pieces_of, weights_of
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.storage import ChunkedTensor, PlainSavePlanner, load_slices, no_rows
 
@@ -50,7 +50,7 @@ def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dic
     Raises: HuggingFaceError that names all that does not fit, before anything is loaded.
     """
     path = Path(folder).expanduser()
-    with _messages() as group:
+    with messages() as group:
         weights = weights_of(model, group)
         source = on_first_rank(partial(read_folder, path), group)
         try:
@@ -86,21 +86,9 @@ def save_hf(
     is not empty. Nothing is left behind.
     """
     path, origin = Path(folder).expanduser(), Path(source).expanduser() if source else None
-    with _messages() as group, torch.no_grad():
+    with messages() as group, torch.no_grad():
         on_first_rank(partial(hf_export.refuse_existing, path), group)
-        weights = weights_of(model, group)
-        try:
-            family, config = hf_export.described(weights.config, origin)
-            own = pieces_of(family, weights.config, weights.shapes)
-        except ValueError as error:
-            raise HuggingFaceError(path, [str(error)]) from error
-        lost = agree(lambda: not_zero(weights.not_on_disk(family)), path, group)
-        if any(lost):
-            named = sorted({name for names in lost for name in names})
-            raise HuggingFaceError(path, [f"{family.model_type} has no place for {', '.join(named)}, which are not 0"])
-        cast = {name: dtype for name in weights.parameters if dtype is not None}
-        dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()} | cast
-        dtypes = {name: each for of_rank in agree(lambda: dtypes, path, group) for name, each in of_rank.items()}
+        weights, family, config, own, dtypes = exported(model, dtype, path, origin, group)
         files = hf_export.files_of(own, dtypes, max_file_bytes)
         skipped = hf_export.left_out(origin)
         config = hf_export.with_dtype(config, dtypes["norm.weight"], family, skipped)
@@ -116,12 +104,36 @@ def save_hf(
             finish(unfinished, files, describe, skipped, group)
 
 
+def exported(
+    model: Model, dtype: torch.dtype | None, path: Path, origin: Path | None, group: dist.ProcessGroup | None
+) -> tuple[Weights, Family, Values, list[Piece], dict[str, torch.dtype]]:
+    """This rank's weights, their family, its config.json, and its tensors with their dtypes, by names of ours.
+    Collective.
+
+    Raises: HuggingFaceError if no family of Hugging Face computes what the model does.
+    """
+    weights = weights_of(model, group)
+    try:
+        family, config = hf_export.described(weights.config, origin)
+        own = pieces_of(family, weights.config, weights.shapes)
+    except ValueError as error:
+        raise HuggingFaceError(path, [str(error)]) from error
+    lost = agree(lambda: not_zero(weights.not_on_disk(family)), path, group)
+    if any(lost):
+        named = sorted({name for names in lost for name in names})
+        raise HuggingFaceError(path, [f"{family.model_type} has no place for {', '.join(named)}, which are not 0"])
+    cast = {name: dtype for name in weights.parameters if dtype is not None}
+    dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()} | cast
+    dtypes = {name: each for of_rank in agree(lambda: dtypes, path, group) for name, each in of_rank.items()}
+    return weights, family, config, own, dtypes
+
+
 def check_exportable(model: Model, source: Path | None) -> None:
     """Find out before a run what `save_hf` would refuse after it. Collective.
 
     Raises: ValueError if no family of Hugging Face computes what the model does.
     """
-    with _messages() as group:
+    with messages() as group:
         weights = weights_of(model, group)
         pieces_of(hf_export.described(weights.config, source)[0], weights.config, weights.shapes)
 
@@ -199,7 +211,7 @@ class _CastingPlanner(PlainSavePlanner):
 
 
 @contextmanager
-def _messages() -> Iterator[dist.ProcessGroup | None]:
+def messages() -> Iterator[dist.ProcessGroup | None]:
     """A group of all ranks for objects in host memory; None for one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield None
