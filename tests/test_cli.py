@@ -307,6 +307,13 @@ def test_trace_nproc_launches_ranks(trained: list[Recipe], launched: list[tuple[
     assert trained == []
 
 
+def test_conversions_are_launched_with_their_words(launched: list[tuple[int, list[str]]]) -> None:
+    assert cli.main(["import", "theirs", "ours", "--nproc", "4", "--skip", "mtp"]) == 7
+    assert cli.main(["export", "ours", "out", "--dtype", "bf16", "--nproc=2"]) == 7
+    words = ["import", "theirs", "ours", "--skip=mtp"], ["export", "ours", "out", "--dtype=bf16"]
+    assert launched == list(zip((4, 2), map(list, words), strict=True))
+
+
 def test_train_rank_of_torchrun_runs_in_this_process(
     monkeypatch: pytest.MonkeyPatch, trained: list[Recipe], launched: list[tuple[int, list[str]]]
 ) -> None:

@@ -20,6 +20,7 @@ from titan_moe.config.explain import explain, list_fields, recipe_with_explanati
 from titan_moe.config.nearest import nearest_key
 from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE
 from titan_moe.config.parse import split_overrides
+from titan_moe.config.train import RunConfig
 from titan_moe.entry import check, export_hf, import_hf, load_accepted, recipe_of_hf
 from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
 from titan_moe.run.end_process import end_soon
@@ -29,6 +30,10 @@ from titan_moe.run.parent_death import die_with_parent
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_DELAY_S = 3.0
 """Delay of error messages on all ranks but the first of a node. Torchrun ends them earlier if the first one fails."""
+STRAGGLERS_S = 600.0
+"""After which a process of a conversion is killed when another one has ended: they end together."""
+MINUTES_OF_A_CONVERSION = 24 * 60.0
+"""That a process may wait for another one."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Settings of PyTorch's allocator of GPU memory. It reads the second one if both are set."""
 OPTIONS_ELSEWHERE = {
@@ -94,8 +99,7 @@ def _command(argv: Sequence[str]) -> int:
                 print(recipe_of_hf(args.folder) if args.folder else recipe_with_explanations())
             return 0
         if args.verb in ("import", "export"):
-            _convert(args)
-            return 0
+            return _convert(args)
         if args.verb == "check":
             with _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
@@ -120,16 +124,51 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str |
         print("\nThis is the smallest number of ranks that the layout allows; --nproc N checks another.")
 
 
-def _convert(args: argparse.Namespace) -> None:
-    """Import or export a checkpoint."""
+def _convert(args: argparse.Namespace) -> int:
+    """Import or export a checkpoint, in this process or in several."""
+    world_size = _world_size(args.nproc)
+    if world_size > 1 and "WORLD_SIZE" not in os.environ:
+        from titan_moe.run.launch import launch
+
+        folders = [args.folder, args.checkpoint] if args.verb == "import" else [args.checkpoint, args.folder]
+        options = [f"--skip={part}" for part in getattr(args, "skip", ())]
+        options += [f"--dtype={args.dtype}"] if getattr(args, "dtype", "") else []
+        return launch(world_size, [args.verb, *folders, *options], STRAGGLERS_S)
+    if world_size == 1:
+        _convert_here(args)
+        return 0
+    from titan_moe.run.process import process_group
+
+    with process_group(RunConfig(device="cpu", step_timeout_minutes=MINUTES_OF_A_CONVERSION)):
+        _convert_here(args)
+    return 0
+
+
+def _convert_here(args: argparse.Namespace) -> None:
+    """The part of this process."""
+    skipped: dict[str, list[str]] = {}
     try:
         if args.verb == "export":
-            return export_hf(args.checkpoint, args.folder, args.dtype)
-        skipped = import_hf(args.folder, args.checkpoint, args.skip)
+            export_hf(args.checkpoint, args.folder, args.dtype)
+        else:
+            skipped = import_hf(args.folder, args.checkpoint, args.skip)
+    except HuggingFaceError as error:
+        raise RecipeError(error.problems) from error
     except OSError as error:
         raise RecipeError([f"{error.filename}: {error.strerror}"]) from error
-    for part, names in skipped.items():
+    for part, names in skipped.items() if os.environ.get("RANK", "0") == "0" else ():
         print(f"left out, because {part} is not built here: {len(names)} tensors from {names[0]} on")
+
+
+def _world_size(nproc: int | None) -> int:
+    """The number of ranks that a launcher has started, or that are to be started."""
+    world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    if nproc not in (None, world_size):
+        problem = f"--nproc {nproc}, but WORLD_SIZE = {world_size} is set, as for a rank of a launcher"
+        raise RecipeError([f"{problem}; omit --nproc, or unset WORLD_SIZE and RANK"])
+    return world_size
 
 
 @contextmanager
@@ -144,12 +183,7 @@ def _closed_pipe_ignored() -> Iterator[None]:
 
 def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     """Train or trace, in this process or on ranks started by torchrun."""
-    world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-    if nproc not in (None, world_size):
-        problem = f"--nproc {nproc}, but WORLD_SIZE = {world_size} is set, as for a rank of a launcher"
-        raise RecipeError([f"{problem}; omit --nproc, or unset WORLD_SIZE and RANK"])
+    world_size = _world_size(nproc)
     recipe = load_accepted(path, overrides, world_size)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:  # every rank runs this function again, with WORLD_SIZE
         with _imports_frozen():
@@ -269,6 +303,8 @@ def _add_conversions(verbs: Any) -> None:
         verb = verbs.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
         for argument in order:
             verb.add_argument(argument, metavar=folders[argument][0], help=folders[argument][1])
+        nproc = "number of processes on this host that divide the files; default 1. The result does not depend on it"
+        verb.add_argument("--nproc", type=_ranks, metavar="N", help=nproc)
         if name == "import":
             skipped = "leave out a part that is not built here, such as mtp; may be repeated"
             verb.add_argument("--skip", action="append", default=[], metavar="PART", help=skipped)

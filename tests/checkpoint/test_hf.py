@@ -22,6 +22,8 @@ from titan_moe.checkpoint.hf_weights import pieces_of, weights_of
 from titan_moe.models.transformer import Transformer
 
 safetensors = pytest.importorskip("safetensors.torch")
+STEPS, ALL_STEPS_OF = 20, "deepseek_v3"
+"""Of one twin, and with --all-cases of each: most of a test's time, and gradients are equal already."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,9 @@ def assert_near(actual: Tensor, expected: Tensor, name: str, limit: float) -> No
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_model_of_theirs_comes_in_and_goes_out(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_model_of_theirs_comes_in_and_goes_out(
+    name: str, folders: Callable[[str], Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     theirs, ours = twin(name), ours_for(folders(name))
     assert load_hf(ours, folders(name)) == {}
     tokens, labels = torch.randint(61, (2, 2, 40)).unbind()
@@ -71,7 +75,11 @@ def test_a_model_of_theirs_comes_in_and_goes_out(name: str, folders: Callable[[s
         assert_equal_in_transformers(tmp_path / folder, theirs)
     assert len(list((tmp_path / "source").glob("model-*.safetensors"))) > 2
     theirs.train()
-    both = trained(theirs, their_loss, tokens, labels), trained(ours, Transformer.__call__, tokens, labels)
+    num_steps = STEPS if request.config.option.all_cases or name == ALL_STEPS_OF else 2
+    both = (
+        trained(model, loss_of, num_steps, tokens, labels)
+        for model, loss_of in ((theirs, their_loss), (ours, Transformer.__call__))
+    )
     assert all(abs(one - other) < 1e-5 * one for one, other in zip(*both, strict=True))
 
 
@@ -79,10 +87,10 @@ def their_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def trained(model: nn.Module, loss_of: Callable[..., Tensor], *batch: Tensor) -> Iterator[float]:
+def trained(model: nn.Module, loss_of: Callable[..., Tensor], num_steps: int, *batch: Tensor) -> Iterator[float]:
     """The losses of steps on one batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(20):
+    for _ in range(num_steps):
         optimizer.zero_grad()
         loss = loss_of(model, *batch)
         loss.backward()

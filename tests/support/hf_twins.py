@@ -13,8 +13,20 @@ from titan_moe.checkpoint.hf_names.families import FAMILIES
 from titan_moe.config.kernels import Kernels
 from titan_moe.models.transformer import Transformer
 
-transformers = pytest.importorskip("transformers", minversion="5.0", reason="experts are one tensor from 5.0 on")
-core = pytest.importorskip("transformers.core_model_loading")
+
+class OnUse:
+    """A module that is imported when something of it is needed: to import transformers takes seconds, and ranks need
+    the sizes of the twins alone."""
+
+    def __init__(self, name: str, **requirements: str) -> None:
+        self.name, self.requirements = name, requirements
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(pytest.importorskip(self.name, **self.requirements), attribute)
+
+
+transformers = OnUse("transformers", minversion="5.0", reason="experts are one tensor from 5.0 on")
+core = OnUse("transformers.core_model_loading")
 
 BASE = {"vocab_size": 61, "hidden_size": 54, "intermediate_size": 38, "num_attention_heads": 9, "num_hidden_layers": 3}
 BASE |= {"num_experts_per_tok": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-3}

@@ -93,7 +93,7 @@ def save_hf(
         skipped = hf_export.left_out(origin)
         config = hf_export.with_dtype(config, dtypes["norm.weight"], family, skipped)
         boxes = weights.boxes(own)
-        with _unfinished(path, group) as unfinished:
+        with unfinished_folder(path, group) as unfinished:
             if group is None:
                 read: hf_export.Read = partial(_copy, boxes)
             else:
@@ -147,7 +147,7 @@ def write_files(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Write the files of weights, divided over the ranks."""
-    mine = dict(list(files.items())[_rank(group) :: _num_ranks(group)])
+    mine = dict(list(files.items())[rank_of(group) :: num_ranks_of(group)])
     agree(partial(hf_export.write_weights, unfinished, mine, dtypes, read), path, group)
 
 
@@ -166,7 +166,7 @@ def finish(
 
     on_first_rank(first, group)
     names = [*files, *sorted(file.name for file in unfinished.iterdir() if file.name not in files)]
-    mine = names[_rank(group) :: _num_ranks(group)]
+    mine = names[rank_of(group) :: num_ranks_of(group)]
     hashes = agree(partial(hf_export.hashes_of, unfinished, mine), unfinished, group)
     of_all = {name: each for of_rank in hashes for name, each in of_rank.items()}
     on_first_rank(partial(hf_export.write_manifest, unfinished, of_all, skipped), group)
@@ -224,7 +224,7 @@ def messages() -> Iterator[dist.ProcessGroup | None]:
 
 
 @contextmanager
-def _unfinished(path: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
+def unfinished_folder(path: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
     """`renamed_at_the_end` of the first rank, for all ranks."""
     entered: list[Any] = []
 
@@ -269,9 +269,9 @@ def agree(function: Callable[[], Result], path: Path, group: dist.ProcessGroup |
     return [answer for answer, _ in answers]
 
 
-def _rank(group: dist.ProcessGroup | None) -> int:
+def rank_of(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def _num_ranks(group: dist.ProcessGroup | None) -> int:
+def num_ranks_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)

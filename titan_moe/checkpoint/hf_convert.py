@@ -1,17 +1,34 @@
-"""Convert checkpoints from Hugging Face's form into this package's and back, tensor by tensor, without a model."""
+"""Convert checkpoints from Hugging Face's form into this package's and back, tensor by tensor, without a model.
 
-from collections.abc import Collection, Iterator, Mapping
+Several processes divide the files that are written, and each reads the slices of its own. Which files there are, and
+what is in them, does not depend on their number.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 
 from titan_moe.checkpoint import hf_export, storage
 from titan_moe.checkpoint.folders import METADATA_FILE
-from titan_moe.checkpoint.hf import agree, finish
+from titan_moe.checkpoint.hf import (
+    agree,
+    finish,
+    messages,
+    num_ranks_of,
+    on_first_rank,
+    rank_of,
+    unfinished_folder,
+    write_files,
+)
 from titan_moe.checkpoint.hf_folder import FP8, MXFP4, HuggingFaceError, HuggingFaceFolder, account, read_folder
 from titan_moe.checkpoint.hf_names.families import family_of
 from titan_moe.checkpoint.hf_names.family import flat, of_flat
@@ -28,6 +45,8 @@ from titan_moe.parameters import Chunk
 
 MAX_CHUNK_BYTES = 1 << 29
 """Of a tensor that is in host memory at a time."""
+MAX_FILE_BYTES = 1 << 31
+"""Of a file of an imported checkpoint."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, FP8: torch.bfloat16}
 DTYPES[MXFP4] = torch.bfloat16
 """Of a tensor on disk -> of the same in a checkpoint of ours."""
@@ -36,7 +55,7 @@ DTYPES[MXFP4] = torch.bfloat16
 def import_hf(
     recipe: Recipe, shapes: Mapping[str, Shape], hf_folder: Path, checkpoint: Path, skip: Collection[str] = ()
 ) -> dict[str, list[str]]:
-    """Write the weights of a Hugging Face checkpoint as a checkpoint that `checkpoint.load_from` takes.
+    """Write the weights of a Hugging Face checkpoint as a checkpoint that `checkpoint.load_from` takes. Collective.
 
     `shapes` are those of the tensors of the recipe's model. Tokenizer and generation files go along.
 
@@ -51,28 +70,42 @@ def import_hf(
         raise HuggingFaceError(hf_folder, [str(error)]) from error
     skipped = account(source, family, recipe.model, own, skip)
     planner = _ReadingPlanner(source, own)
-    hf_export.refuse_existing(checkpoint)
-    with hf_export.renamed_at_the_end(checkpoint) as unfinished:
-        state = {name: _planned(shape, planner.dtypes[name]) for name, shape in shapes.items()}
-        files = hf_export.keep_source(hf_folder, unfinished, skipped)
-        with storage.alone():
+    chunks = {name: list(_planned(shape, planner.dtypes[name])) for name, shape in shapes.items()}
+    planner.file_of = _files(chunks)
+    num_files = max(planner.file_of.values()) + 1
+    with messages() as group:
+        on_first_rank(partial(hf_export.refuse_existing, checkpoint), group)
+        begin, end = (num_files * rank // num_ranks_of(group) for rank in (rank_of(group), rank_of(group) + 1))
+        state = {
+            name: ChunkedTensor(
+                shapes[name],
+                [chunk for chunk in of_name if begin <= planner.file_of[name, tuple(chunk.offsets)] < end],
+            )
+            for name, of_name in chunks.items()
+        }
+        with unfinished_folder(checkpoint, group) as unfinished, storage.alone():
+            keep = partial(hf_export.keep_source, hf_folder, unfinished, skipped)
+            files = on_first_rank(keep, group)
             storage.save(state, unfinished, Manifest(flatten(recipe), "", files), planner=planner)
     return skipped
 
 
-def _planned(shape: Shape, dtype: torch.dtype) -> ChunkedTensor:
+def _files(chunks: Mapping[str, Iterable[Chunk]]) -> dict[tuple[str, Shape], int]:
+    """The number of the file of each slice, by the name of its tensor and its offsets."""
+    slices = [(name, chunk) for name, of_name in chunks.items() for chunk in of_name]
+    ends = accumulate(chunk.values.nbytes for _, chunk in slices)
+    numbers = [(end - 1) // MAX_FILE_BYTES for end in ends]
+    known = {number: place for place, number in enumerate(sorted(set(numbers)))}  # a large slice leaves numbers out
+    return {(name, tuple(chunk.offsets)): known[number] for (name, chunk), number in zip(slices, numbers, strict=True)}
+
+
+def _planned(shape: Shape, dtype: torch.dtype) -> Iterator[Chunk]:
     """A tensor in slices of its first dimension, of which none needs much memory."""
     row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
     rows = max(1, min(shape[0], MAX_CHUNK_BYTES // row_bytes))
-    starts = range(0, shape[0], rows)
-    chunks = (
-        Chunk(
-            torch.empty((min(rows, shape[0] - start), *shape[1:]), dtype=dtype, device="meta"),
-            (start, *(0 for _ in shape[1:])),
-        )
-        for start in starts
-    )
-    return ChunkedTensor(shape, chunks)
+    for start in range(0, shape[0], rows):
+        values = torch.empty((min(rows, shape[0] - start), *shape[1:]), dtype=dtype, device="meta")
+        yield Chunk(values, (start, *(0 for _ in shape[1:])))
 
 
 class _ReadingPlanner(PlainSavePlanner):
@@ -87,6 +120,16 @@ class _ReadingPlanner(PlainSavePlanner):
         if "embed.weight" in self.pieces:
             self.pieces.setdefault("head.weight", self.pieces["embed.weight"])  # tied
         self.dtypes = _Dtypes(source, self.pieces)
+        self.file_of: dict[tuple[str, Shape], int] = {}
+
+    def files(self, plan: SavePlan) -> Iterator[SavePlan]:
+        """Those of `file_of`, under names that do not tell which process has written them."""
+
+        def number(item: Any) -> int:
+            return self.file_of[item.index.fqn, tuple(item.index.offset or ())]
+
+        for file, items in groupby(sorted(plan.items, key=number), number):
+            yield replace(plan, items=list(items), storage_data=replace(plan.storage_data, prefix=f"__{file}_"))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The slice, zero where it is not on disk."""
@@ -132,20 +175,34 @@ def model_of(checkpoint: Path) -> ModelConfig:
 def export_hf(
     model: ModelConfig, shapes: Mapping[str, Shape], checkpoint: Path, folder: Path, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the weights of a checkpoint as a Hugging Face checkpoint that transformers loads.
+    """Write the weights of a checkpoint as a Hugging Face checkpoint that transformers loads. Collective.
 
     `shapes` are those of the tensors of the model. `dtype` is that of the weights on disk; None keeps theirs.
 
     Raises: HuggingFaceError if the checkpoint is damaged or not of this model, or no family computes what it does. Then
     nothing is left behind.
     """
-    hf_export.refuse_existing(folder)
+    with messages() as group:
+        on_first_rank(partial(hf_export.refuse_existing, folder), group)
+        _export(model, shapes, checkpoint, folder, dtype, group)
+
+
+def _export(
+    model: ModelConfig,
+    shapes: Mapping[str, Shape],
+    checkpoint: Path,
+    folder: Path,
+    dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+) -> None:
     origin = hf_export.source_of(checkpoint)
     reader = PlainReader(checkpoint)
     saved = reader.metadata.state_dict_metadata
     problems = list(_differences(saved, shapes))
     if (manifest := read_manifest(checkpoint)) is not None:
-        problems += find_damage(checkpoint, manifest.files.items())
+        mine = list(manifest.files.items())[rank_of(group) :: num_ranks_of(group)]
+        damages = agree(partial(find_damage, checkpoint, mine), checkpoint, group)
+        problems += [damage for of_rank in damages for damage in of_rank]
     try:
         family, config = hf_export.described(model, origin)
         own = pieces_of(family, model, shapes)
@@ -165,11 +222,11 @@ def export_hf(
     skipped = hf_export.left_out(origin)
     config = hf_export.with_dtype(config, dtypes["norm.weight"], family, skipped)
     by_name = {piece.name: piece for piece in own}
-    with hf_export.renamed_at_the_end(folder) as unfinished:
+    with unfinished_folder(folder, group) as unfinished:
         read = partial(_read_checkpoint, reader, by_name, shapes)
-        agree(partial(hf_export.write_weights, unfinished, files, dtypes, read), folder, None)
+        write_files(unfinished, files, dtypes, read, folder, group)
         describe = partial(hf_export.write_description, unfinished, files, dtypes, config, origin)
-        finish(unfinished, files, describe, skipped, None)
+        finish(unfinished, files, describe, skipped, group)
 
 
 def _is_lost(name: str) -> bool:

@@ -225,7 +225,9 @@ class _Writer(FileSystemWriter):
         self.fs = _HashingFiles(description)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = super().write_data(plan, planner).wait()
+        results: list[WriteResult] = []
+        for part in planner.files(plan) if isinstance(planner, PlainSavePlanner) else [plan]:
+            results += super().write_data(part, planner).wait()
         hashed: Future[list[WriteResult]] = Future()
         hashed.set_result([self._add_hash(result) for result in results])
         return hashed
@@ -287,6 +289,10 @@ class PlainSavePlanner(DefaultSavePlanner):
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict = _in_chunks(self.state_dict, self.rows_of)
+
+    def files(self, plan: SavePlan) -> Iterable[SavePlan]:
+        """What this rank writes, a plan for each file."""
+        return [plan]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         own = self.state_dict[index.fqn]
