@@ -20,9 +20,8 @@ from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
 from titan_moe.checkpoint.hf_names.names import Piece
 from titan_moe.checkpoint.manifest import FileHash
 from titan_moe.config.model import ModelConfig
+from titan_moe.plan.cost.hugging_face import MAX_FILE_BYTES as MAX_FILE_BYTES
 
-MAX_FILE_BYTES = 5_000_000_000
-"""Of a file of weights, as transformers has it. A rank has one such file in host memory, twice while it is written."""
 SOURCE_FOLDER = "hf_source"
 """Folder of a run with config.json, tokenizer and generation files of the checkpoint that it has begun with."""
 HUGGING_FACE_MANIFEST = "titan_moe.json"

@@ -20,6 +20,7 @@ from titan_moe.plan.choice.kernel_table import read_tables
 from titan_moe.plan.choice.kernels import FUSED_WINS, describe_kernels, resolve_kernels
 from titan_moe.plan.choice.recompute import Choice, choose_recompute, is_auto, with_entries
 from titan_moe.plan.cost.count import ParameterCount, count_parameters, training_flops_per_token
+from titan_moe.plan.cost.hugging_face import describe_weights
 from titan_moe.plan.cost.links import describe_links
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
@@ -64,6 +65,7 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         *_fit_rows(as_given, world_size, gpu, devices),
         *_recompute_rows(again),
         *_offload_rows(resolved, devices),
+        *_labelled("weights", describe_weights(recipe, world_size)),
         *_accumulation_rows(resolved),
         *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
