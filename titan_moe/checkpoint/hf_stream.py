@@ -66,7 +66,7 @@ def _tensors(
         own = {_place(chunk): chunk.values for chunk in chunks.get(ours, ())}
         start = (0,) * len(shapes[ours])
         if (whole := own.get((start, shapes[ours]))) is not None and len(senders[ours]) == 1 and not _has_peers():
-            full = whole.to(dtypes[ours])
+            full = whole.to(device, dtypes[ours])
         else:
             full = torch.empty(shapes[ours], dtype=dtypes[ours], device=device)
             _gather(full, own, senders[ours])
@@ -81,7 +81,7 @@ def _gather(full: Tensor, own: Mapping[Place, Tensor], senders: Mapping[Place, i
         if 0 in shape:
             continue
         if dist.get_rank() == sender:
-            values = own[offsets, shape].to(full.dtype).contiguous()
+            values = own[offsets, shape].to(full).contiguous()  # also of what is parked on the host
         else:
             values = full.new_empty(shape)
         dist.broadcast(values, sender)

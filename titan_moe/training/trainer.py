@@ -242,7 +242,8 @@ class Trainer:
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
         known = self.runner.numbers | {"lr": lr, "bad_rows": self.stop.num_bad_rows}
-        record = self.meter.log(progress.step, **result._asdict(), num_tokens=num_tokens, **known)
+        seen = {"metrics": result.metrics, "tokens_per_expert": result.tokens_per_expert, "num_tokens": num_tokens}
+        record = self.meter.log(progress.step, **seen, **known)
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.watchdog.during("a validation"), self.meter.paused():
                 batches = self.data.read_together(lambda: list(self.loader.validation_batches()))
