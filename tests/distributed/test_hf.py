@@ -5,6 +5,7 @@ import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,6 +29,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import build_meshes
+from titan_moe.parallel.pipeline.model import whole_model
 from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.plan.resolved import Resolved
 from titan_moe.training.build import build_on_meta, build_parts
@@ -44,7 +46,7 @@ EP2 = ParallelConfig(ep=2, dispatcher="alltoall")
 DEEPSEEK = {"num_key_value_heads": 12, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
 LAYOUTS = {
     "qwen3_moe-tied": [ParallelConfig(pp=2, tp=2), replace(EP2, etp=2)],
-    "qwen3_moe": [ParallelConfig(pp=2), ParallelConfig(tp=2), EP2],
+    "qwen3_moe": [ParallelConfig(pp=2), ParallelConfig(tp=2), EP2, ParallelConfig(cp=2, cp_kind="allgather")],
     "qwen2_moe": [replace(EP2, etp=2)],
     "deepseek_v3": [replace(EP2, tp=2), replace(EP2, pp=2)],
     "gpt_oss": [replace(EP2, tp=2, etp=2), ParallelConfig(pp=2)],
@@ -52,10 +54,15 @@ LAYOUTS = {
     "granitemoeshared": [replace(EP2, etp=2)],
     "ernie4_5_moe": [ParallelConfig(pp=2, tp=2)],
 }
+NUM_TOKENS = 7
+PROMPTS = [[5, 7, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [60]]
 
 
-def go_through(source: Path, layouts: list[ParallelConfig], expected: dict[str, Tensor], out: Path) -> None:
-    """On each rank: load under every layout, compare with the whole tensors, save, and give without a file."""
+def go_through(
+    source: Path, layouts: list[ParallelConfig], expected: dict[str, Tensor], texts: list[list[int]], out: Path
+) -> None:
+    """On each rank: load under every layout, compare with the whole tensors, continue prompts, save, and give without a
+    file."""
     config = json.loads((source / "config.json").read_text())
     model = FAMILIES[config["model_type"]].read(config)[0]
     orders = set()
@@ -75,6 +82,7 @@ def go_through(source: Path, layouts: list[ParallelConfig], expected: dict[str, 
             rows = fused_rows(part)
             for name, tensor in part.state_dict().items():
                 assert torch.equal(full_tensor(tensor, rows.get(name, ())), expected[name]), name
+        assert continued(whole_model(parts, resolved, meshes)) == texts
         save_hf(parts, out / str(i), max_file_bytes=20_000)
         streamed = list(hf_weights(parts))
         exported = written(out / str(i))
@@ -84,6 +92,14 @@ def go_through(source: Path, layouts: list[ParallelConfig], expected: dict[str, 
     assert len(orders) == 1, "of all layouts"
     with pytest.raises(HuggingFaceError, match="config.json cannot be read"):  # on all ranks, or one would wait
         load_hf(parts, source / "absent")
+
+
+def continued(model: Any) -> list[list[int]]:
+    """The prompts and their likeliest tokens."""
+    lengths = [len(prompt) for prompt in PROMPTS]
+    prompts_BN = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])
+    continued_BN = model.generate(prompts_BN, NUM_TOKENS, lengths_B=torch.tensor(lengths))
+    return [row[: length + NUM_TOKENS] for row, length in zip(continued_BN.tolist(), lengths, strict=True)]
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -114,7 +130,7 @@ def test_any_layout_reads_and_writes_the_same_weights(name: str, ranks, tmp_path
     theirs = saved(name, tmp_path / "theirs")
     whole = ours_for(theirs)
     load_hf(whole, theirs)
-    ranks(4, go_through, theirs, LAYOUTS[name], whole.state_dict(), tmp_path)
+    ranks(4, go_through, theirs, LAYOUTS[name], whole.state_dict(), continued(whole), tmp_path)
     tensors, config = written(theirs), (theirs / "config.json").read_text()
     for i in range(len(LAYOUTS[name])):
         again = written(tmp_path / str(i))

@@ -99,6 +99,12 @@ def on_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return core.revert_weight_conversion(model, dict(tensors))
 
 
+def greedy(theirs: nn.Module, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Each prompt with the tokens that transformers' greedy search adds."""
+    options = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return [theirs.eval().generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
+
+
 def assert_equal_in_transformers(folder: Path, theirs: nn.Module) -> None:
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     again, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)

@@ -72,7 +72,7 @@ def _tensors(
             _gather(full, own, senders[ours])
         for piece in cut:
             for box in box_of(Chunk(full, start), piece):
-                yield piece.name, box.values.contiguous()
+                yield piece.name, box.values.reshape(piece.shape).contiguous()
 
 
 def _gather(full: Tensor, own: Mapping[Place, Tensor], senders: Mapping[Place, int]) -> None:

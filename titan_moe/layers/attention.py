@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
+from titan_moe.layers.kv_cache import LayerCache
 from titan_moe.layers.mask import Mask
 from titan_moe.layers.qk_norm_rope import QKNormRope
 from titan_moe.parameters import ParameterKind
@@ -49,6 +50,7 @@ class Context(NamedTuple):
     cos_NR: Tensor  # fp32
     sin_NR: Tensor  # fp32
     mask: Mask  # None: plain causal
+    cache: LayerCache | None = None  # keys and values of earlier tokens
 
 
 def causal_attention(
@@ -57,8 +59,13 @@ def causal_attention(
     """Causal scaled dot product attention, restricted by the context's mask if it has one.
 
     Shapes: q [B, N, H, Dqk], k [B, N, Hkv, Dqk], v [B, N, Hkv, Dv], Hkv divides H -> [B, N, H, Dv]. With a mask, the
-    queries may be fewer than the keys. A sink is a logit that joins the softmax of its head and has no value.
+    queries may be fewer than the keys. A sink is a logit that joins the softmax of its head and has no value. With a
+    cache, queries, keys and values are those of new tokens (kv_cache.py).
     """
+    if (cache := context.cache) is not None:
+        rows = cache.extend(q_BNHD, k_BNHD, v_BNHD)
+        attended = causal_attention(*rows, context._replace(cache=None), scale, sinks_H)
+        return cache.as_one_sequence(attended, q_BNHD.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNHD, v_BNHD))
     is_grouped = q.shape[1] != k.shape[1]
     mask = context.mask

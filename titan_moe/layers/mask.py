@@ -38,16 +38,20 @@ class MaskSpec(NamedTuple):
     device: torch.device
     query_positions_Q: Tensor | None = None
     """Places in the sequence of the queries, ascending, where a rank has some of them; None: queries of all tokens."""
+    query_positions_BQ: Tensor | None = None
+    """Places of the queries of each row, where rows have queries of other tokens; only for dense masks."""
 
     @property
     def is_causal_only(self) -> bool:
         """Whether the mask is plain causal."""
-        is_whole = self.query_positions_Q is None
+        is_whole = self.query_positions_Q is None and self.query_positions_BQ is None
         return is_whole and self.document_ids_BN is None and self.window >= self.num_tokens
 
     @property
     def num_queries(self) -> int:
         """Number of queries of a sequence."""
+        if self.query_positions_BQ is not None:
+            return self.query_positions_BQ.shape[1]
         return self.num_tokens if self.query_positions_Q is None else len(self.query_positions_Q)
 
     @property
@@ -58,9 +62,10 @@ class MaskSpec(NamedTuple):
 
 def dense_mask(spec: MaskSpec) -> Tensor:
     """Evaluate the mask for every pair: True if the query (row) attends to the key (column). [B or 1, 1, Q, N]"""
-    ids, tokens_N = spec.document_ids_BN, torch.arange(spec.num_tokens, device=spec.device)
+    ids = spec.document_ids_BN if spec.query_positions_BQ is None else spec.query_positions_BQ  # one row each
+    tokens_N = torch.arange(spec.num_tokens, device=spec.device)
     batch_B = torch.arange(1 if ids is None else len(ids), device=spec.device)
-    queries_Q = tokens_N[: spec.num_queries]
+    queries_Q = torch.arange(spec.num_queries, device=spec.device)
     mask_BHQN = mask_mod(spec)(batch_B[:, None, None, None], batch_B[:1], queries_Q[:, None], tokens_N)
     return mask_BHQN.expand(len(batch_B), 1, -1, -1)
 
@@ -103,6 +108,8 @@ def mask_mod(spec: MaskSpec) -> MaskMod:
     if document_ids_BN is not None:
         mask_mods.append(is_same_document)
     all_of = and_masks(*mask_mods)
+    if (positions_BQ := spec.query_positions_BQ) is not None:
+        return lambda batch, head, query, key: all_of(batch, head, positions_BQ[batch, query], key)
     if positions_Q is None:
         return all_of
     return lambda batch, head, query, key: all_of(batch, head, positions_Q[query], key)

@@ -4,7 +4,7 @@ B batch · N sequence · D model width · V vocabulary
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,15 @@ from titan_moe.config.rules.layers import check_model
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
-from titan_moe.layers.mask import MASKS, Mask, MaskSpec
+from titan_moe.layers.kv_cache import KVCache
+from titan_moe.layers.mask import MASKS, Mask, MaskSpec, dense_mask
 from titan_moe.layers.norm import NORMS
 from titan_moe.layers.rope import rope_tables
-from titan_moe.models.generate import generate, next_logits
+from titan_moe.models.generate import CachedForwards, NextLogits, TextGenerator, WholeForwards
 from titan_moe.models.part import tied_weight
 
 
-class Transformer(nn.Module):
+class Transformer(nn.Module, TextGenerator):
     """A language model whose blocks may be of any class with `Block`'s signature.
 
     A part of a model (part.py) is of the same class and lacks embedding, blocks or head.
@@ -60,13 +61,18 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(
-        self, tokens_BN: Tensor, labels_BN: Tensor | None = None, document_ids_BN: Tensor | None = None
+        self,
+        tokens_BN: Tensor,
+        labels_BN: Tensor | None = None,
+        document_ids_BN: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] their summed loss (fp32 or wider).
 
-        Without the embedding the input is hidden states [B, N, D]; without the head they are the output.
+        Without the embedding the input is hidden states [B, N, D]; without the head they are the output. With a cache
+        tokens are new ones of all rows, [1, T].
         """
-        contexts = self.contexts(tokens_BN, document_ids_BN)
+        contexts = self.contexts(tokens_BN, document_ids_BN) if cache is None else self._of_cache(tokens_BN, cache)
         x_BND = self.embed(tokens_BN)
         for name, block in self.layers.items():
             x_BND = block(x_BND, contexts[name])
@@ -97,16 +103,34 @@ class Transformer(nn.Module):
             shared[window] = Context(*tables, self.make_mask(spec) if has_mask else None)
         return {name: shared[window] for name, window in windows.items()}
 
-    def generate(self, tokens_BN: Tensor, num_tokens: int, **sampling: Any) -> Tensor:
-        """Continue each row: [B, N] -> [B, N + num_tokens], with a whole forward for every token (no KV cache).
+    def _of_cache(self, x: Tensor, cache: KVCache) -> dict[str, Context]:
+        """By layer, for the new tokens of a cache, which are `x` or have these hidden states."""
+        attention, device, (positions_Bn, num_keys) = self.config.attention, x.device, cache.new
+        num_ranks = self.num_sequence_ranks if x.is_floating_point() else 1
+        places_T = cache.new.padded_positions(x.shape[1] * num_ranks)
+        cos_NR, sin_NR = rope_tables(attention, num_keys, device)
+        windows = {name: attention.window(int(name), num_keys) for name in self.layers}
+        masks = {
+            window: dense_mask(MaskSpec(num_keys, window, None, device, None, positions_Bn))
+            for window in set(windows.values())
+        }
+        tables = cos_NR[places_T], sin_NR[places_T]
+        return {name: Context(*tables, masks[window], cache.layer(name)) for name, window in windows.items()}
 
-        `sampling` is `temperature` and `generator`, as in models/generate.py: by default the likeliest token is taken.
-        """
-        return generate(self.next_logits, tokens_BN, num_tokens, **sampling)
+    @property
+    def has_cache(self) -> bool:  # type: ignore[override]
+        """Whether forwards over new tokens alone are possible: without cp, and not in a class of other forwards."""
+        own, blocks = type(self), self.layers.values()
+        is_ours = own.forward is Transformer.forward and own.contexts is Transformer.contexts
+        return is_ours and self.num_context_ranks == 1 and all(isinstance(block, Block) for block in blocks)
 
-    def next_logits(self, tokens_BN: Tensor) -> Tensor:
-        """Logits [B, V] of the tokens that continue each row."""
-        return next_logits(self, tokens_BN, self.length_multiple)
+    def next_logits(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
+        """Logits [B, V] of the tokens that continue each row, of which row b has `ends_B[b]` tokens."""
+        return WholeForwards(self, self.length_multiple)(tokens_BN, ends_B)
+
+    def cached_forwards(self, num_places: int) -> NextLogits:
+        """The same for rows of up to so many tokens, by forwards over new tokens alone."""
+        return CachedForwards(self, self.length_multiple, num_places)
 
 
 class ScaledEmbedding(nn.Embedding):

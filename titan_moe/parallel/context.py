@@ -73,7 +73,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend
                     module.query_shard = shard
                 if config.cp_kind == "ring":
                     module.make_mask = no_mask
-                next_logits = NextLogits(module, config.length_multiple, shard, group)
+                next_logits = NextLogitsOfParts(module, config.length_multiple, shard, group)
                 module.next_logits = next_logits  # type: ignore[method-assign]
 
 
@@ -165,7 +165,7 @@ class GatherKeys:
         return whole_first.unflatten(2, shapes[0]), whole_second.unflatten(2, shapes[1])
 
 
-class NextLogits:
+class NextLogitsOfParts:
     """`Transformer.next_logits` for context parallelism: each rank runs its own tokens of the text."""
 
     def __init__(
@@ -173,15 +173,15 @@ class NextLogits:
     ) -> None:
         self.model, self.length_multiple, self.shard, self.group = model, length_multiple, shard, group
 
-    def __call__(self, tokens_BN: Tensor) -> Tensor:
-        """Tokens [B, N] of any length, the same on all ranks -> logits [B, V]."""
-        length = tokens_BN.shape[1]
-        padded_BN = F.pad(tokens_BN, (0, -length % self.length_multiple))
-        chunks = self.shard.slices(padded_BN.shape[1])
+    def __call__(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
+        """Tokens [B, N] of any length, the same on all ranks, `ends_B[b]` of row b -> logits [B, V]."""
+        padded_BN = F.pad(tokens_BN, (0, -tokens_BN.shape[1] % self.length_multiple))
+        chunks, device = self.shard.slices(padded_BN.shape[1]), tokens_BN.device
         logits_BnV = self.model(torch.cat([padded_BN[:, chunk] for chunk in chunks], dim=1))
-        own = [place for chunk in chunks for place in range(chunk.start, chunk.stop)]
-        is_here = length - 1 in own
-        last_BV = logits_BnV[:, own.index(length - 1)].clone() if is_here else torch.zeros_like(logits_BnV[:, 0])
+        own_n = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+        is_last_Bn = own_n == ends_B[:, None] - 1
+        here_BV = logits_BnV[torch.arange(len(ends_B), device=device), is_last_Bn.int().argmax(1)]
+        last_BV = torch.where(is_last_Bn.any(1, keepdim=True), here_BV, 0.0)
         dist.all_reduce(last_BV, group=self.group)
         return last_BV
 

@@ -1,5 +1,6 @@
 """The whole model of a pipeline without gradients: for validation and text."""
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -7,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.config.context import sequence_shard
-from titan_moe.models.generate import generate, next_logits
-from titan_moe.parallel.context import NextLogits
+from titan_moe.layers.kv_cache import KVCache
+from titan_moe.models.generate import CachedForwards, NextLogits, TextGenerator, WholeForwards
+from titan_moe.parallel.context import NextLogitsOfParts
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import activations_like, check_activation
@@ -22,10 +24,11 @@ class Model(Protocol):
     def __call__(self, tokens_BN: Tensor, labels_BN: Tensor | None = None, ids_BN: Tensor | None = None, /) -> Tensor:
         """Tokens int64 [B, N] -> logits, or with labels their summed loss."""
 
-    def generate(self, tokens_BN: Tensor, num_tokens: int, **sampling: Any) -> Tensor: ...
+    def generate(self, tokens_BN: Tensor, num_tokens: int, **options: Any) -> Tensor:
+        """As `TextGenerator.generate`; a class of one's own may have fewer options."""
 
 
-class PipelinedModel:
+class PipelinedModel(TextGenerator):
     """All stages, one after the other; every rank of the pipeline calls it with the same tokens.
 
     A rank goes on as soon as its stages are done, so the microbatches of a loop are in several stages at a time.
@@ -40,7 +43,10 @@ class PipelinedModel:
         self.hidden_size, self.vocab_size = recipe.model.hidden_size, recipe.model.vocab_size
         self.dtype = DTYPES[recipe.precision.compute]
         shard, context = sequence_shard(p, meshes.context_rank), meshes.dense["cp"].get_group()
-        self.next_own_logits = NextLogits(self, p.length_multiple, shard, context) if p.cp > 1 else self._next_logits
+        self.next_own_logits: NextLogits = WholeForwards(self, p.length_multiple)
+        if p.cp > 1:
+            self.next_own_logits = NextLogitsOfParts(self, p.length_multiple, shard, context)
+        self.has_cache = all(getattr(part, "has_cache", False) for part in self.stages.values())
 
     @property
     def has_head(self) -> bool:
@@ -49,17 +55,22 @@ class PipelinedModel:
 
     @torch.no_grad()
     def __call__(
-        self, tokens_BN: Tensor, labels_BN: Tensor | None = None, document_ids_BN: Tensor | None = None
+        self,
+        tokens_BN: Tensor,
+        labels_BN: Tensor | None = None,
+        document_ids_BN: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """As `Transformer.forward`, on the rank of the last stage. On the others zeros of the same shape."""
         x, like = tokens_BN, activations_like(tokens_BN, self.config.tp, self.hidden_size, self.dtype)
+        caches = [] if cache is None else [cache]  # a model of one's own has no such argument
         for stage, rank in enumerate(self.ranks):
             if rank != self.rank:
                 continue
             if stage and self.ranks[stage - 1] != rank:
                 x = torch.empty_like(like)
                 dist.recv(x, group=self.group, group_src=self.ranks[stage - 1])
-            x = self.stages[stage](x, labels_BN, document_ids_BN)
+            x = self.stages[stage](x, labels_BN, document_ids_BN, *caches)
             if stage + 1 < len(self.ranks) and self.ranks[stage + 1] != rank:
                 check_activation(x, like)
                 dist.send(x.contiguous(), group=self.group, group_dst=self.ranks[stage + 1])
@@ -69,19 +80,19 @@ class PipelinedModel:
             return torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=tokens_BN.device)
         return torch.zeros((), dtype=self.dtype, device=tokens_BN.device).expand(*tokens_BN.shape, self.vocab_size)
 
-    def generate(self, tokens_BN: Tensor, num_tokens: int, **sampling: Any) -> Tensor:
-        """As `Transformer.generate`, on every rank."""
-        return generate(self.next_logits, tokens_BN, num_tokens, **sampling)
-
     @torch.no_grad()
-    def next_logits(self, tokens_BN: Tensor) -> Tensor:
+    def next_logits(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
         """Logits [B, V] of the tokens that continue each row, from the last stage."""
-        logits_BV = self.next_own_logits(tokens_BN).contiguous()
+        return self._from_last_stage(self.next_own_logits, tokens_BN, ends_B)
+
+    def cached_forwards(self, num_places: int) -> NextLogits:
+        """The same for rows of up to so many tokens, by forwards over new tokens alone."""
+        return partial(self._from_last_stage, CachedForwards(self, self.config.length_multiple, num_places))
+
+    def _from_last_stage(self, next_logits: NextLogits, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
+        logits_BV = next_logits(tokens_BN, ends_B).contiguous()
         dist.broadcast(logits_BV, group=self.group, group_src=self.ranks[-1])
         return logits_BV
-
-    def _next_logits(self, tokens_BN: Tensor) -> Tensor:
-        return next_logits(self, tokens_BN, self.config.length_multiple)
 
 
 def whole_model(parts: list[nn.Module], resolved: Resolved, meshes: Meshes) -> Any:
