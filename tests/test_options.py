@@ -207,6 +207,8 @@ KEPT = {
     "checkpoint.every_steps": "how much work a crash may cost",
     "checkpoint.save_last_step": "a finished run keeps its model; a benchmark needs none",
     "checkpoint.keep_latest": "how much disk it may take",
+    "checkpoint.keep_best": "the last model of a run is not always its best one",
+    "checkpoint.keep_every_steps": "a model's course is studied, or averaged, from checkpoints at even distances",
     "checkpoint.is_async": "training goes on while a checkpoint is written",
     "checkpoint.accept_changed_data": "a run goes on when its data has grown",
     "checkpoint.load_from": "training goes on from another run's weights",

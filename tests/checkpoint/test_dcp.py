@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import random
@@ -154,6 +155,24 @@ def test_checkpoint_keeps_the_newest(one_rank, tmp_path, is_async):
         run.checkpointer.save(step, is_last=step == 5)
         assert len(run.checkpointer.folders.complete_steps()) >= min(step - 1, 2)
     assert run.checkpointer.folders.complete_steps() == [4, 5]
+    run.checkpointer.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_checkpoint_keeps_the_best_and_every_fourth(one_rank, tmp_path, is_async):
+    """Also one from before a resume, and none without a loss, or with one that is no number."""
+    config = CheckpointConfig(keep_latest=2, keep_best=True, keep_every_steps=4, is_async=is_async)
+    losses = {1: 2.5, 2: 2.0, 3: math.nan, 4: None, 5: 2.0, 6: 2.25, 7: 2.125, 8: 1.5, 9: 1.75, 10: 1.5}
+    run, kept = checkpoint_case.CheckpointCase(tmp_path, config), {}
+    for step, loss in losses.items():
+        if step == 6:
+            run.checkpointer.close()
+            run = checkpoint_case.CheckpointCase(tmp_path, config)
+            assert run.checkpointer.load()
+        run.train()
+        run.checkpointer.save(step, is_last=step in (5, 10), validation_loss=loss)
+        kept[step] = run.checkpointer.folders.complete_steps()
+    assert kept[5] == [2, 4, 5] and kept[10] == [4, 8, 9, 10]
     run.checkpointer.close()
 
 

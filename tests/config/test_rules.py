@@ -381,6 +381,18 @@ BROKEN = {
     ),
     "sample_has_a_prompt": ("--data.source=synthetic", 'needs held-out text, but data.source = "synthetic" has none'),
     "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "keep_latest = 1 is too few; 0 keeps all"),
+    "best_needs_a_validation": (
+        "--checkpoint.keep_best=true --validation.every_steps=0",
+        "keep_best = true compares losses, but validation.every_steps = 0",
+    ),
+    "best_is_validated_where_it_is_saved": (
+        "--checkpoint.keep_best=true --validation.every_steps=3 --checkpoint.every_steps=10",
+        "validation.every_steps = 3 does not divide checkpoint.every_steps = 10",
+    ),
+    "kept_steps_are_saved": (
+        "--checkpoint.keep_every_steps=15 --checkpoint.every_steps=10",
+        "keep_every_steps = 15 is no multiple of checkpoint.every_steps = 10",
+    ),
     "trace_ends_in_the_run": ("--profile.start_step=99", "ends at step 101, after train.steps = 100"),
 }
 
@@ -752,6 +764,8 @@ def test_rules_with_several_cases_refuse_each(
         "--data.source=datasets --data.is_streamed=true --data.holdout_fraction=0",  # the first documents are held out
         "--optim.warmup_steps=60 --optim.decay_steps=50 --train.steps=20",  # the schedule adapts itself
         "--checkpoint.keep_latest=0",
+        "--checkpoint.keep_best=true --validation.every_steps=5 --checkpoint.every_steps=10",
+        "--checkpoint.keep_every_steps=20 --checkpoint.every_steps=10",
         "--parallel.dp_replicate=2",
         "--run.is_deterministic=true --perf.attention=flash",
         "--run.is_deterministic=true --perf.attention=flex --compile.cudagraph=step --parallel.dispatcher=symm_mem",

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from titan_moe import cli
 from titan_moe.checkpoint.folders import CheckpointFolders
+from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -105,6 +106,14 @@ def test_resume_of_a_stopped_run(
     assert run.again() == 0
     assert f"continuing after step {saved}" in caplog.text
     assert run.trace == straight.trace
+
+
+def test_a_checkpoint_has_the_validation_loss_of_its_step(straight) -> None:
+    """Validated at every 20th step, saved at every 5th."""
+    folders = CheckpointFolders(straight.folder / "checkpoints")
+    manifests = {step: read_manifest(folders.path(step)) for step in (15, 20, 40)}
+    losses = dict(zip((20, 40), straight.column("validation_loss"), strict=False))
+    assert {step: manifest.validation_loss for step, manifest in manifests.items()} == {15: None} | losses
 
 
 @pytest.mark.parametrize("layout", ["--parallel.ep=2 --parallel.dispatcher=alltoall", "--parallel.etp=2"])

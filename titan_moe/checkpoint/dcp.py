@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
 from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
 from titan_moe.checkpoint.hf import check_exportable, load_hf, save_hf
 from titan_moe.checkpoint.hf_export import SOURCE_FOLDER, dtype_of, keep_source, left_out, source_of
+from titan_moe.checkpoint.keep import kept_steps
 from titan_moe.checkpoint.manifest import MANIFEST_FILE, Manifest, find_damage, read_manifest
 from titan_moe.checkpoint.masters import MasterState
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
@@ -81,6 +83,8 @@ class Checkpointer:
         """On rank 0, after the load of a checkpoint of other data: the fingerprint of that data, and of this run's."""
         self.last_update: int | None = None
         """The last step that has changed the weights, as of the newest save; None before the first one."""
+        self.validation_loss: float | None = None
+        """Of the state that is saved next or was saved last, if there was a validation."""
         self.group = dist.new_group(backend="gloo")  # host objects are exchanged without device synchronisation
         self.is_main = dist.get_rank() == 0
         if self.is_main:
@@ -135,15 +139,18 @@ class Checkpointer:
                 self._keep_source(origin, left_out(origin))
         return bool(self.config.load_from)
 
-    def save(self, step: int, is_last: bool = False, num_skipped: int = 0) -> None:
+    def save(
+        self, step: int, is_last: bool = False, num_skipped: int = 0, validation_loss: float | None = None
+    ) -> None:
         """Save the state after `step` optimizer steps. The last save of a run is synchronous. Waits for an earlier
         asynchronous save first. Step 0 is not saved: a fresh start gives the same state.
 
         The last `num_skipped` steps have changed no weights. Checkpoints from before them are then kept, and what is
-        saved since then is counted for itself: up to `keep_latest` of each.
+        saved since then is counted for itself: up to `keep_latest` of each. `validation_loss` is that after this step,
+        if there was a validation; `keep_best` compares them.
         """
         self._finish_save()
-        self.last_update = step - num_skipped
+        self.last_update, self.validation_loss = step - num_skipped, validation_loss
         if step == 0 or run_on_rank_zero(lambda: self._is_saved(step), self.group):
             return
         self.manager.save(step, last_step=is_last)
@@ -205,7 +212,8 @@ class Checkpointer:
 
     def _remove_old(self) -> None:
         if self.is_main and self.config.keep_latest > 0 and self.last_update is not None:
-            self.folders.keep_newest(self.config.keep_latest, self.last_update)
+            kept = kept_steps(self.folders, self.config)
+            self.folders.keep_newest(self.config.keep_latest, self.last_update, kept)
 
     def _is_saved(self, step: int) -> bool:
         """Return whether a step has a complete checkpoint. Removes the remains of failed saves."""
@@ -221,8 +229,9 @@ class Checkpointer:
         return self.loader.fingerprint()
 
     def _write(self, state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> Future[Any] | None:
-        data = self._data if self.is_main else ""
-        return storage.save(state, folder, Manifest(flatten(self.recipe), data, files={}), group, self._rows_of)
+        data, loss = self._data if self.is_main else "", self.validation_loss
+        manifest = Manifest(flatten(self.recipe), data, {}, loss if loss is not None and isfinite(loss) else None)
+        return storage.save(state, folder, manifest, group, self._rows_of)
 
     @cached_property
     def _fused_rows(self) -> dict[str, tuple[int, ...]]:

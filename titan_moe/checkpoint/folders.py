@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,9 @@ class CheckpointFolders:
         incomplete = sorted(set(self._steps()) - set(self.complete_steps()))
         return [step for step in incomplete if self._remove(step)]
 
-    def keep_newest(self, num_kept: int, last_update: int | None = None) -> list[int]:
-        """Delete all complete checkpoints but the newest. Incomplete folders are neither counted nor deleted.
+    def keep_newest(self, num_kept: int, last_update: int | None = None, others: Collection[int] = ()) -> list[int]:
+        """Delete all complete checkpoints but the newest and those of `others`. Incomplete folders are neither counted
+        nor deleted. Returns the steps of those that it has deleted.
 
         Those of steps after `last_update`, the last step that has changed the weights, are counted for themselves, and
         displace no other: the run may have diverged.
@@ -43,7 +45,8 @@ class CheckpointFolders:
         steps = self.complete_steps()
         since = [step for step in steps if last_update is not None and step > last_update]
         before = steps[: len(steps) - len(since)]
-        return [step for alike in (before, since) for step in alike[:-num_kept] if self._remove(step)]
+        old = [step for alike in (before, since) for step in alike[:-num_kept] if step not in others]
+        return [step for step in old if self._remove(step)]
 
     def _remove(self, step: int) -> bool:
         """Delete a checkpoint, of a link the link alone. One that the storage keeps is told and left: a run must not

@@ -191,6 +191,13 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep, at least 2; 0 keeps all. Those saved since the last update, after skipped
     steps whose gradients were not finite, are counted for themselves until an update follows: as many are kept beside
     the others."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest validation loss too, beside `keep_latest`. The loss is in its manifest, so it
+    is known after a resume. A save without a validation after the same step, as after a signal, is never the best one.
+    If `validation.num_sequences` changes in a run, losses before and after are compared all the same."""
+    keep_every_steps: int = 0
+    """Never delete the checkpoints whose step is a multiple of this number, beside `keep_latest`; 0 keeps none of them.
+    A multiple of `every_steps`."""
     is_async: bool = False
     """Write to disk in the background, from a copy in host memory."""
     accept_changed_data: bool = False

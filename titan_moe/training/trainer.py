@@ -99,6 +99,7 @@ class Trainer:
                 check_loss(self.model, self.parts, recipe, self.loader.tokenizer.vocab_size, device, capacity.check)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         self.progress = Progress([*self.runner.step.controllers, *self.runner.controllers])
+        self.validated: tuple[int, float] | None = None  # the step and the loss of the last validation
         self.num_skipped_in_row = 0  # steps since the last one with an update, as far as read from the device
         self.stop = StopSignal()
         self.unsaved = UnsavedWarning(recipe.checkpoint.every_steps, recipe.train.steps)
@@ -249,7 +250,8 @@ class Trainer:
                 batches = self.data.read_together(lambda: list(self.loader.validation_batches()))
                 with self.runner.step.capacity.unbounded():
                     loss = validation_loss(self.model, self.parts, batches, self.device, self.meshes)
-                self.meter.log_validation(progress.step, loss)
+                record_of_loss = self.meter.log_validation(progress.step, loss)
+                self.validated = progress.step, record_of_loss["validation_loss"]
                 self.runner.step.capacity.check()  # validation has exchanges too
         if record and self.is_main:
             self.unsaved.see(progress.step, record["step_ms"])
@@ -269,7 +271,8 @@ class Trainer:
         if self.has_diverged:
             return
         step, num_skipped = self.progress.step, self.num_skipped_in_row
-        self.checkpointer.save(step, is_last=is_last, num_skipped=num_skipped)
+        loss = self.validated[1] if self.validated is not None and self.validated[0] == step else None
+        self.checkpointer.save(step, is_last=is_last, num_skipped=num_skipped, validation_loss=loss)
         if num_skipped and self.is_main:
             which = "its gradients" if num_skipped == 1 else f"the gradients of the last {num_skipped} steps"
             weights = f"step {step} is saved with the weights of step {step - num_skipped}"

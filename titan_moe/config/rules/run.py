@@ -93,6 +93,31 @@ two_checkpoints_are_kept = row(
     lambda r: r.checkpoint.keep_latest == 1,
     "{checkpoint.keep_latest} is too few; 0 keeps all",
 )
+best_needs_a_validation = row(
+    "the best checkpoint is the one with the lowest validation loss",
+    lambda r: r.checkpoint.keep_best and r.validation.every_steps == 0,
+    "{checkpoint.keep_best} compares losses, but {validation.every_steps} has none",
+    steps=lambda r: [max(r.checkpoint.every_steps, 1)],
+)
+best_is_validated_where_it_is_saved = row(
+    "a checkpoint without a validation after its step is never the best one",
+    lambda r: (
+        r.checkpoint.keep_best
+        and r.validation.every_steps > 0
+        and r.checkpoint.every_steps % r.validation.every_steps > 0
+    ),
+    "{validation.every_steps} does not divide {checkpoint.every_steps}, and {checkpoint.keep_best} compares losses",
+    steps=lambda r: [r.checkpoint.every_steps],
+)
+kept_steps_are_saved = row(
+    "only steps that are saved can be kept",
+    lambda r: (
+        r.checkpoint.keep_every_steps > 0
+        and (r.checkpoint.every_steps == 0 or r.checkpoint.keep_every_steps % r.checkpoint.every_steps > 0)
+    ),
+    "{checkpoint.keep_every_steps} is no multiple of {checkpoint.every_steps}",
+    steps=lambda r: [r.checkpoint.keep_every_steps],
+)
 
 
 @rule("a trace is written when its last step ends", "profile.start_step num_steps train.steps")
