@@ -14,7 +14,10 @@ import pytest
 
 import titan_moe
 from titan_moe import cli
-from titan_moe.config import Recipe
+from titan_moe.checkpoint.manifest import Manifest
+from titan_moe.config import Recipe, load_recipe
+from titan_moe.config.resume import flatten
+from titan_moe.run import start
 from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, recorded_failures
 
 pytestmark = pytest.mark.slow
@@ -85,13 +88,13 @@ def run_cli(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_gpu_memory_is_allocated_in_expandable_segments_unless_the_user_says_otherwise(
     trained: list[Recipe], monkeypatch: pytest.MonkeyPatch, device: str, variable: str, expected: dict[str, str]
 ) -> None:
-    for name in cli.ALLOCATOR_VARIABLES:
+    for name in start.ALLOCATOR_VARIABLES:
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
     if variable:
         monkeypatch.setenv(variable, "a:1")
     assert cli.main(["train", QUICKSTART, f"--run.device={device}"]) == 0 and len(trained) == 1
-    assert {name: os.environ[name] for name in cli.ALLOCATOR_VARIABLES if name in os.environ} == expected
+    assert {name: os.environ[name] for name in start.ALLOCATOR_VARIABLES if name in os.environ} == expected
 
 
 def test_check_shows_shape_cost_and_ranks_without_torch() -> None:
@@ -301,6 +304,16 @@ def test_train_nproc_launches_ranks_and_returns_their_exit_code(
     assert trained == []
 
 
+def test_generate_nproc_launches_ranks(launched: list[tuple[int, list[str]]], tmp_path: Path) -> None:
+    """Which get all words but --nproc: torchrun has options of such a name."""
+    (tmp_path / ".metadata").touch()
+    Manifest(flatten(load_recipe(QUICKSTART)), "", {}).write(tmp_path)
+    words = ["generate", str(tmp_path), "a prompt", "--max-tokens", "3", "--seed=2"]
+    assert cli.main([*words, "--nproc", "2", "--parallel.tp", "2"]) == 7
+    assert cli.main([*words, "--nproc=2", "--parallel.tp=2"]) == 7
+    assert launched == [(2, [*words, "--parallel.tp", "2"]), (2, [*words, "--parallel.tp=2"])]
+
+
 def test_trace_nproc_launches_ranks(trained: list[Recipe], launched: list[tuple[int, list[str]]]) -> None:
     assert cli.main(["trace", QWEN3, "--nproc", "8", "--profile.num_steps=2"]) == 7
     assert launched == [(8, ["trace", QWEN3, "--profile.num_steps=2"])]
@@ -340,12 +353,12 @@ def test_removed_command_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_cli_imports_are_frozen_for_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    with cli._imports_frozen():
+    with start.imports_frozen():
         assert gc.isenabled(), "a process that has imported torch before may have garbage"
     monkeypatch.delitem(sys.modules, "torch")
     frozen = gc.get_freeze_count()
     try:
-        with cli._imports_frozen():
+        with start.imports_frozen():
             assert not gc.isenabled()
         assert gc.isenabled() and gc.get_freeze_count() > frozen
     finally:

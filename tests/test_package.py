@@ -46,7 +46,7 @@ def test_type_checkers_see_the_names_that_load_on_first_use() -> None:
 
 
 OF_ONE_DISPATCHER = {"AllGatherExchange", "AllToAllExchange", "LocalExchange", "PendingRows", "SymmMemExchange"}
-INTERNAL = {"Arena", "Collectives", "DelayedWeights", "LayerLoads", "Permutation"}
+INTERNAL = {"Arena", "Collectives", "DelayedWeights", "KVCache", "LayerLoads", "Permutation"}
 """What parts of this package pass to each other."""
 
 

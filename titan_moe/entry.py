@@ -1,8 +1,12 @@
-"""Train and check recipes from Python, as `titan-moe train` and `titan-moe check` do."""
+"""What the commands do, from Python: train, check, import, export, average."""
 
+import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from titan_moe.checkpoint.find import HUGGING_FACE, end_tokens, find_checkpoint, recipe_to_use
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refusals
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, smallest_world
@@ -78,6 +82,123 @@ def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> No
     source = Path(checkpoint).expanduser()
     model = hf_convert.model_of(source)
     hf_convert.export_hf(model, _shapes(model), source, Path(folder).expanduser(), dtypes[dtype])
+
+
+def average(checkpoints: Sequence[str | Path], out: str | Path) -> None:
+    """Write a checkpoint whose weights are the means of those of others, in fp32, tensor by tensor.
+
+    A path is that of a checkpoint, or of a run, whose newest one is meant.
+
+    Raises: RecipeError or HuggingFaceError that names what is damaged or differs. Then nothing is left behind.
+    """
+    from titan_moe.checkpoint import average as averaging
+    from titan_moe.checkpoint import hf_convert
+
+    if len(checkpoints) < 2:
+        raise RecipeError(["average needs two checkpoints at least, and a new folder for their mean"])
+    folders = [find_checkpoint(path).folder for path in checkpoints]
+    averaging.average(folders, _shapes(hf_convert.model_of(folders[0])), Path(out).expanduser())
+
+
+def recipe_of_use(source: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
+    """An accepted recipe whose model is that of a checkpoint, for `titan-moe generate`. Does not import torch.
+
+    Raises: RecipeError or HuggingFaceError with all problems.
+    """
+    return _for_use(recipe_to_use(find_checkpoint(source, takes_hf=True), overrides), num_ranks)
+
+
+def recipes_of_evaluation(
+    source: str | Path, overrides: Sequence[str], num_ranks: int
+) -> tuple[list[tuple[str, Recipe]], bool]:
+    """For `titan-moe evaluate`: a name and an accepted recipe for each source of data, and whether it is what the run
+    has held out. Each `--data.path` among `overrides` is a source. Does not import torch.
+
+    Raises: RecipeError or HuggingFaceError with all problems.
+    """
+    found = find_checkpoint(source, takes_hf=True)
+    paths, others = _split_paths(overrides)
+    is_other = bool(paths) or any(word.partition("=")[0] == "--data.source" for word in others)
+    if not is_other:
+        held_out = recipe_to_use(found, others)
+        if held_out.data.source == "synthetic" and (found.is_hf or found.folder == found.side_files):
+            raise RecipeError([f"{source} names no data; add --data.source=text --data.path='texts/*.txt', or others"])
+        name = held_out.data.path or held_out.data.source
+        return [(f"{name}, held out", _for_use(held_out, num_ranks))], True
+    recipes = [
+        (path or "data", recipe_to_use(found, [*others, *([f"--data.path={path}"] if path else [])], other_data=True))
+        for path in paths or [""]
+    ]
+    return [(name, _for_use(recipe, num_ranks)) for name, recipe in recipes], False
+
+
+def read_prompts(prompt: str | None, file: str | None) -> list[str]:
+    """One prompt, or those of a file: a line each, or JSON lines with a field `prompt`.
+
+    Raises: RecipeError if there is none, or a line cannot be read.
+    """
+    if (prompt is None) == (file is None):
+        raise RecipeError(["generate needs one of a prompt and --prompts FILE"])
+    if file is None:
+        return [prompt or ""]
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if line.strip()]
+        prompts = [json.loads(line)["prompt"] for line in lines] if file.endswith((".jsonl", ".json")) else lines
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError([f"--prompts {file} cannot be read: {type(error).__name__}: {error}"]) from error
+    if not prompts or not all(isinstance(text, str) for text in prompts):
+        raise RecipeError([f"--prompts {file} has no prompts, or one that is no text"])
+    return prompts
+
+
+def generate(recipe: Recipe, prompts: Sequence[str], *, as_json: bool, **sampling: Any) -> list[str]:
+    """Continue prompts with the model of `recipe_of_use`. Collective.
+
+    Returns: on the first rank, texts with what follows them, or lines of JSON.
+    """
+    from titan_moe.training import use
+
+    found = find_checkpoint(recipe.checkpoint.load_from.removeprefix(HUGGING_FACE), takes_hf=True)
+    texts = use.generate(recipe, prompts, use.Sampling(end_tokens=end_tokens(found), **sampling))
+    if not use.is_first_rank():
+        return []
+    return [
+        json.dumps(text._asdict(), ensure_ascii=False) if as_json else text.prompt + text.completion for text in texts
+    ]
+
+
+def evaluate(sources: Sequence[tuple[str, Recipe]], *, held_out: bool, all_sequences: bool) -> list[str]:
+    """Evaluate the model of `recipes_of_evaluation`. Collective.
+
+    Returns: on the first rank, the lines of a table.
+    """
+    from titan_moe.training import use
+
+    results = use.evaluate(sources, held_out=held_out, all_sequences=all_sequences)
+    return use.table_of(results) if use.is_first_rank() else []
+
+
+def _split_paths(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate the values of `--data.path` from the other overrides."""
+    paths: list[str] = []
+    others: list[str] = []
+    words = iter(overrides)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key != "--data.path":
+            others.append(word)
+        else:
+            paths.append(value if equals else next(words, ""))
+    return paths, others
+
+
+def _for_use(recipe: Recipe, num_ranks: int) -> Recipe:
+    """With a batch for every data-parallel rank; breaks no rule."""
+    p, train = recipe.parallel, recipe.train
+    dp = max(num_ranks // max(p.tp * p.cp * p.pp, 1), 1)
+    batch = replace(train, global_batch_sequences=max(train.micro_batch_sequences, 1) * dp)
+    return load_accepted(replace(recipe, train=batch), (), num_ranks)
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

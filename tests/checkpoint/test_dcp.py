@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.checkpoint import storage
-from titan_moe.checkpoint.dcp import CheckpointMismatch
 from titan_moe.checkpoint.manifest import MANIFEST_FILE, FileHash, read_manifest
+from titan_moe.checkpoint.read import CheckpointMismatch
 from titan_moe.config import RecipeError
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.hf_twins import assert_equal_in_transformers, ours_for, transformers, twin
+from support.hf_twins import assert_equal_in_transformers, greedy, ours_for, transformers, twin
 
 from titan_moe import cli
 from titan_moe.checkpoint import hf_convert
@@ -63,6 +63,26 @@ def test_mxfp4_becomes_what_transformers_makes_of_it(tmp_path: Path, monkeypatch
     safetensors.save_file(tensors | {scales: tensors[scales][:, 1:].clone()}, source / "model.safetensors")
     with pytest.raises(HuggingFaceError, match=f"one U8 for each 32 values: {scales} U8"):
         load_hf(ours, source)
+
+
+def test_a_checkpoint_of_theirs_and_its_import_continue_as_in_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ids for want of a tokenizer; the end token is that of config.json. And in bf16, as by default."""
+    theirs, prompts = twin("qwen3_moe", eos_token_id=60), [[5, 7, 11], [1, 2, 3, 4, 5]]
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert cli.main(["import", str(tmp_path / "theirs"), str(tmp_path / "imported")]) == 0
+    assert cli.main(["average", *2 * [str(tmp_path / "imported")], str(tmp_path / "mean")]) == 0
+    (tmp_path / "prompts.txt").write_text("\n".join(" ".join(map(str, prompt)) for prompt in prompts))
+    expected = [text[len(prompt) :] for text, prompt in zip(greedy(theirs, prompts, 9), prompts, strict=True)]
+    expected = [ids[: ids.index(60)] if 60 in ids else ids for ids in expected]
+    options = ["--prompts", str(tmp_path / "prompts.txt"), "--max-tokens=9", "--run.device=cpu"]
+    options += ["--perf.kernels=reference"]
+    for folder in ("theirs", "imported", "mean"):
+        assert cli.main(["generate", str(tmp_path / folder), *options, "--precision.compute=fp32"]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [line["completion"] for line in lines] == [" ".join(map(str, ids)) for ids in expected]
+    assert cli.main(["generate", str(tmp_path / "theirs"), *options]) == 0
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

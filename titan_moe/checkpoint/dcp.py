@@ -11,20 +11,21 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
-from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
+from titan_moe.checkpoint.find import HUGGING_FACE
+from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, CheckpointFolders
 from titan_moe.checkpoint.hf import check_exportable, load_hf, save_hf
-from titan_moe.checkpoint.hf_export import SOURCE_FOLDER, dtype_of, keep_source, left_out, source_of
+from titan_moe.checkpoint.hf_export import dtype_of, keep_source, left_out, source_of
 from titan_moe.checkpoint.keep import kept_steps
-from titan_moe.checkpoint.manifest import MANIFEST_FILE, Manifest, find_damage, read_manifest
+from titan_moe.checkpoint.manifest import Manifest
 from titan_moe.checkpoint.masters import MasterState
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
+from titan_moe.checkpoint.read import read_fitting, verified
 from titan_moe.checkpoint.rng import RngState
-from titan_moe.checkpoint.weights import differences, newly_tied, saved_shapes, shapes_over_ranks, weight_of
+from titan_moe.checkpoint.weights import weight_of
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.resume import compare, flatten
 from titan_moe.parameters import fused_rows
@@ -32,14 +33,8 @@ from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_ch
 from titan_moe.titan.checkpoints import MODEL_KEY
 
 FAILURE_SAVE_TIMEOUT_S = 120.0
-HUGGING_FACE = "hf:"
-"""Begins a `checkpoint.load_from` that is a folder of Hugging Face."""
 
 logger = logging.getLogger(__name__)
-
-
-class CheckpointMismatch(RuntimeError):
-    """A checkpoint of another model or of other states, or a damaged one."""
 
 
 class DataPosition(Protocol):
@@ -119,7 +114,7 @@ class Checkpointer:
         if steps:
             folder = self.folders.path(steps[-1])
             earlier = f"or remove it: step-{steps[-2]} exists too" if len(steps) > 1 else "or set another run.folder"
-            manifest = self._verified(folder, f"restore it from a copy, {earlier}")
+            manifest = verified(folder, f"restore it from a copy, {earlier}", self.group)
             way_out = f"restore the recipe that wrote it, {earlier}"
             run_on_rank_zero(lambda: self._compare_with(folder, manifest), self.group)
             self._read(folder, lambda: self.manager.load(step=steps[-1]), way_out)
@@ -131,7 +126,7 @@ class Checkpointer:
         elif self.config.load_from:
             folder = Path(self.config.load_from).expanduser().absolute()
             self._require_checkpoint(folder)
-            manifest = self._verified(folder, "correct checkpoint.load_from, or restore it from a copy")
+            manifest = verified(folder, "correct checkpoint.load_from, or restore it from a copy", self.group)
             run_on_rank_zero(lambda: self._compare_model_with(folder, manifest), self.group)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
             self._read(folder, lambda: self._load_weights(folder), way_out)
@@ -241,22 +236,6 @@ class Checkpointer:
         """The rows of each matrix of a fused weight, or of a moment of one."""
         return self._fused_rows.get(weight_of(name), ())
 
-    def _verified(self, folder: Path, way_out: str) -> Manifest | None:
-        """Read the manifest, and every file to compare its hash. Collective.
-
-        Raises: CheckpointMismatch, which names the damaged files.
-        """
-        manifest, problem = run_on_rank_zero(lambda: _try_read_manifest(folder), self.group)
-        problems: list[Any] = [[problem]] if problem else []
-        if manifest is not None:
-            rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-            problems = [None] * num_ranks
-            mine = sorted(manifest.files.items(), key=lambda file: -file[1].num_bytes)[rank::num_ranks]
-            dist.all_gather_object(problems, find_damage(folder, mine), group=self.group)
-        if damage := [name for rank_problems in problems for name in rank_problems]:
-            raise CheckpointMismatch(f"checkpoint {folder} is damaged: {'; '.join(sorted(damage))}; {way_out}")
-        return manifest
-
     def _compare_with(self, folder: Path, manifest: Manifest | None) -> None:
         """Compare recipe and data with those of a run's checkpoint.
 
@@ -301,23 +280,9 @@ class Checkpointer:
 
         Raises: CheckpointMismatch, with one sentence for the failures that DCP collects from all ranks.
         """
-        saved, problem = run_on_rank_zero(lambda: saved_shapes(folder), self.group)
-        if problem:
-            raise CheckpointMismatch(f"checkpoint {folder} cannot be read: {problem}; {way_out}")
-        other_states = tuple(f"{name}." for name in self.manager.states if name != MODEL_KEY)
-        weights = {name: shape for name, shape in saved.items() if not name.startswith(other_states)}
-        own = shapes_over_ranks(self.manager.states[MODEL_KEY].state_dict(), self.group)
-        if found := differences(weights, own, newly_tied(self.model_parts, saved)):
-            raise CheckpointMismatch(
-                f"checkpoint {folder} does not fit this run's model: {'; '.join(found)}; {way_out}"
-            )
-        try:
-            read()
-        except CheckpointException as error:
-            reasons = storage.reasons_of(error)
-            raise CheckpointMismatch(
-                f"checkpoint {folder} does not fit this run's model or states, or is damaged: {reasons}; {way_out}"
-            ) from error
+        other_states = tuple(name for name in self.manager.states if name != MODEL_KEY)
+        own = self.manager.states[MODEL_KEY].state_dict()
+        read_fitting(folder, own, self.model_parts, read, way_out, self.group, other_states)
 
     def _require_checkpoint(self, folder: Path) -> None:
         if run_on_rank_zero(lambda: (folder / METADATA_FILE).is_file(), self.group):
@@ -329,13 +294,3 @@ class Checkpointer:
             f"checkpoint.load_from = {self.config.load_from!r} is not a complete checkpoint: it must be a folder "
             f"`step-N` with a {METADATA_FILE} file ({found})"
         )
-
-
-def _try_read_manifest(folder: Path) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint, or an error message for it."""
-    try:
-        return read_manifest(folder), ""
-    except OSError as error:
-        return None, f"{MANIFEST_FILE} cannot be read: {error.strerror}"
-    except ValueError as error:
-        return None, str(error)

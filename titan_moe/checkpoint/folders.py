@@ -11,6 +11,9 @@ logger = logging.getLogger(__name__)
 METADATA_FILE = ".metadata"
 """torch.distributed.checkpoint's description of the tensors. It gets its name last: a folder with it is complete."""
 
+SOURCE_FOLDER = "hf_source"
+"""Folder of a run with config.json, tokenizer and generation files of the checkpoint that it has begun with."""
+
 
 class CheckpointFolders:
     """The `step-N` folders of one run. Only rank 0 changes them.

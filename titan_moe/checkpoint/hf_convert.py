@@ -70,7 +70,7 @@ def import_hf(
         raise HuggingFaceError(hf_folder, [str(error)]) from error
     skipped = account(source, family, recipe.model, own, skip)
     planner = _ReadingPlanner(source, own)
-    chunks = {name: list(_planned(shape, planner.dtypes[name])) for name, shape in shapes.items()}
+    chunks = {name: list(planned(shape, planner.dtypes[name])) for name, shape in shapes.items()}
     planner.file_of = _files(chunks)
     num_files = max(planner.file_of.values()) + 1
     with messages() as group:
@@ -99,7 +99,7 @@ def _files(chunks: Mapping[str, Iterable[Chunk]]) -> dict[tuple[str, Shape], int
     return {(name, tuple(chunk.offsets)): known[number] for (name, chunk), number in zip(slices, numbers, strict=True)}
 
 
-def _planned(shape: Shape, dtype: torch.dtype) -> Iterator[Chunk]:
+def planned(shape: Shape, dtype: torch.dtype) -> Iterator[Chunk]:
     """A tensor in slices of its first dimension, of which none needs much memory."""
     row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
     rows = max(1, min(shape[0], MAX_CHUNK_BYTES // row_bytes))
@@ -133,9 +133,9 @@ class _ReadingPlanner(PlainSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The slice, zero where it is not on disk."""
-        planned = super().lookup_object(index)
+        meta = super().lookup_object(index)
         fill = torch.empty_like if index.fqn in self.pieces else torch.zeros_like
-        values = fill(planned, device="cpu")
+        values = fill(meta, device="cpu")
         chunk = Chunk(values, tuple(index.offset or ()))
         boxes = {piece.name: list(box_of(chunk, piece)) for piece in self.pieces.get(index.fqn, ())}
         shapes = {piece.name: piece.view for piece in self.pieces.get(index.fqn, ())}

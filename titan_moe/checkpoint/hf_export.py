@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_moe.checkpoint.folders import SOURCE_FOLDER
 from titan_moe.checkpoint.hf_folder import CONFIG_FILE, INDEX_FILE, HuggingFaceError, read_config
 from titan_moe.checkpoint.hf_names.families import family_for, family_of
 from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
@@ -22,8 +23,6 @@ from titan_moe.checkpoint.manifest import FileHash
 from titan_moe.config.model import ModelConfig
 from titan_moe.plan.cost.hugging_face import MAX_FILE_BYTES as MAX_FILE_BYTES
 
-SOURCE_FOLDER = "hf_source"
-"""Folder of a run with config.json, tokenizer and generation files of the checkpoint that it has begun with."""
 HUGGING_FACE_MANIFEST = "titan_moe.json"
 COPIED: tuple[str, ...] = (
     "generation_config.json",

@@ -42,7 +42,7 @@ def recipe_text(folder: Path) -> str:
         lines += [f"#   {key} = {in_words(value)}" for key, value in assumed.items()]
     if unread := sorted(settings.values.keys() - settings.used - UNREAD):
         lines += ["# These keys were not read:", *_wrapped(unread)]
-    lines += [f"# {part} is not built here and left out" for part in _absent(family, settings.values)]
+    lines += [f"# {part} is not built here and left out" for part in parts_not_built(family, settings.values)]
     lines += ["", "[model]", f"name = {in_toml(_name(folder))}", *_section(values, defaults, "")]
     for section in ("attention", "moe"):
         lines += ["", f"[model.{section}]", *_section(values, defaults, f"{section}.")]
@@ -50,7 +50,7 @@ def recipe_text(folder: Path) -> str:
     balance = "bias_update_speed, aux_loss_coef" if has_bias else "aux_loss_coef"
     lines += [f"# nothing balances the experts' load; to do so set {balance}"]
     lines += ["", "[checkpoint]", f"load_from = {in_toml(f'hf:{folder}')}"]
-    if skipped := _absent(family, settings.values):
+    if skipped := parts_not_built(family, settings.values):
         lines += [f"load_without = {in_toml(tuple(skipped))}"]
     lines += ["export_hf_at_end = true"]
     if any(folder.glob("tokenizer*")):
@@ -58,7 +58,7 @@ def recipe_text(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _absent(family: Family, config: Mapping[str, Any]) -> list[str]:
+def parts_not_built(family: Family, config: Mapping[str, Any]) -> list[str]:
     """Parts that the model has and ours does not."""
     return [
         part

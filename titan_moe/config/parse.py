@@ -8,7 +8,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -71,6 +71,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     settings |= _of_a_run(Path(path), settings)
     settings |= _read_overrides(overrides, problems)
     recipe = _build(Recipe, "", settings, problems)
+    if problems:
+        raise RecipeError(problems)
+    return recipe
+
+
+def recipe_of(fields: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe of a checkpoint's values by dotted key, with overrides. Keys that no longer exist are ignored.
+
+    Raises: RecipeError with all problems, which name `source`.
+    """
+    problems: list[str] = []
+    known = {dotted: value for dotted, value in fields.items() if dotted in all_keys(Recipe)}
+    settings = {dotted: Setting(value, source) for dotted, value in known.items()}
+    recipe = _build(Recipe, "", settings | _read_overrides(overrides, problems), problems)
     if problems:
         raise RecipeError(problems)
     return recipe

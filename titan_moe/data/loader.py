@@ -73,9 +73,15 @@ class Loader:
 
         Raises: ValueError if no sequence is held out.
         """
-        return (batch.shard(self._shard) for batch in self._held_out_batches())
+        return (batch.shard(self._shard) for batch in self.held_out_batches())
 
-    def _held_out_batches(self) -> Iterator[Batch]:
+    @property
+    def num_held_out(self) -> int:
+        """The sequences that are held out."""
+        return len(self._validation)
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        """The same of whole sequences, also where context-parallel ranks have parts of them."""
         count = min(self._recipe.validation.num_sequences, len(self._validation))
         if count == 0:
             raise ValueError(
@@ -96,7 +102,7 @@ class Loader:
 
     def held_out_prompt(self, num_tokens: int) -> Tensor:
         """The first tokens of this rank's first held-out sequence, int64 [1, num_tokens]; fewer if it is shorter."""
-        return next(self._held_out_batches()).tokens_MBN[0, :1, :num_tokens]
+        return next(self.held_out_batches()).tokens_MBN[0, :1, :num_tokens]
 
     def fingerprint(self) -> str:
         """Describe the content of the data: equal for equal data in another place. It may read some megabytes."""
@@ -159,11 +165,12 @@ def build_loader(
     shard: SequenceShard = WHOLE_SEQUENCES,
     *,
     builds_cache: bool = True,
+    open_: Callable[[Recipe, Tokenizer, Cache], Source] = open_source,
 ) -> Loader:
     """Open a recipe's data for one data-parallel rank, or one of its context-parallel ranks, which has a shard.
 
     Rank 0 tokenises data that is not cached yet; the other ranks wait in `barrier`, which all ranks call equally often.
-    `builds_cache` is False for ranks that read the same tokens as rank 0.
+    `builds_cache` is False for ranks that read the same tokens as rank 0. `open_` opens the data.
 
     Raises: ValueError, FileNotFoundError or ImportError, each naming the field of `[data]` to change.
     """
@@ -178,4 +185,4 @@ def build_loader(
     tokenizer = build_tokenizer(data.tokenizer, data.source, vocab_size, split_special_tokens=data.split_special_tokens)
     folder = Path(recipe.data.cache_folder or Path(run_folder) / "cache")
     cache = Cache(folder, is_builder=builds_cache and dp_rank == shard.rank == 0, barrier=barrier)
-    return Loader(recipe, dp_rank, dp_size, tokenizer, open_source(recipe, tokenizer, cache), shard)
+    return Loader(recipe, dp_rank, dp_size, tokenizer, open_(recipe, tokenizer, cache), shard)

@@ -61,6 +61,19 @@ def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
     return Source(epochs, held_out, corpus.fingerprint, bad_rows)
 
 
+def open_for_evaluation(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
+    """The same with all samples as held-out ones, in the order of the files. Of a stream they are the first ones.
+
+    Raises: ValueError if there is less than one sequence.
+    """
+    if recipe.data.source == "synthetic" or (recipe.data.source == "datasets" and recipe.data.is_streamed):
+        return open_source(recipe, tokenizer, cache)
+    bad_rows = BadRows(recipe.data.bad_rows)
+    corpus = _open_corpus(recipe, tokenizer, cache, bad_rows)
+    samples, _ = split_holdout(corpus, 0.0, recipe.train.seq_len_tokens)
+    return Source(EpochSamples(samples, 0, is_shuffled=False), samples, corpus.fingerprint, bad_rows)
+
+
 def _open_synthetic(recipe: Recipe) -> Source:
     vocab_size, seq_len, seed = recipe.model.vocab_size, recipe.train.seq_len_tokens, recipe.run.seed
     held_out = SyntheticSamples(vocab_size, seq_len, seed, is_validation=True)

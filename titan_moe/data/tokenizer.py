@@ -36,6 +36,11 @@ class Tokenizer(ABC):
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """Encode documents, each with `end_of_document` appended. An empty text gives an empty array."""
 
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        """The bytes of UTF-8 of the text of ids, without control tokens. Where ids begin or end inside a character, up
+        to 3 too many. 0 if ids have no text."""
+        return len(self.decode(ids).encode())
+
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned integer dtype for every id."""
@@ -54,6 +59,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(id for id in ids if self.end_of_document < id < self.vocab_size).decode("utf-8", errors="replace")
+
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        return sum(self.end_of_document < id < self.vocab_size for id in ids)
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for text in texts:
@@ -75,6 +83,9 @@ class NumberTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(id) for id in ids)
+
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        return 0
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         return (np.array(self.encode(text), dtype=self.dtype) for text in texts)

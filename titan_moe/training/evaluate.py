@@ -31,6 +31,15 @@ def validation_loss(
     model: Model, parts: list[nn.Module], batches: Iterable[Batch], device: torch.device, meshes: Meshes
 ) -> Tensor:
     """Mean cross entropy over the label tokens of all ranks. Every rank must have the same number of batches."""
+    total = summed_loss(model, parts, batches, device, meshes)
+    return total[0] / total[1].clamp(min=1)
+
+
+@torch.no_grad()
+def summed_loss(
+    model: Model, parts: list[nn.Module], batches: Iterable[Batch], device: torch.device, meshes: Meshes
+) -> Tensor:
+    """The summed cross entropy of the label tokens of all ranks, and their number, fp64 [2]."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluating(parts):
         for batch in batches:
@@ -38,4 +47,5 @@ def validation_loss(
                 total[0] += model(tokens_BN, labels_BN, document_ids_BN)
                 total[1] += (labels_BN != IGNORE_LABEL).sum()
     dist.all_reduce(total, group=meshes.loss_group)
-    return total[0] * meshes.sizes.pp / total[1].clamp(min=1)  # the last stage has losses, every stage labels
+    total[1] /= meshes.sizes.pp  # the last stage has losses, every stage labels
+    return total

@@ -14,8 +14,9 @@ from signal import SIGINT, Signals
 import torch
 import torch.distributed as dist
 
-from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
+from titan_moe.checkpoint.dcp import Checkpointer
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
+from titan_moe.checkpoint.read import CheckpointMismatch
 from titan_moe.config import Recipe, RecipeError, refusals
 from titan_moe.config.context import sequence_shard
 from titan_moe.config.kernels import DEFAULT_KERNELS
@@ -243,8 +244,13 @@ class Trainer:
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
         known = self.runner.numbers | {"lr": lr, "bad_rows": self.stop.num_bad_rows}
-        seen = {"metrics": result.metrics, "tokens_per_expert": result.tokens_per_expert, "num_tokens": num_tokens}
-        record = self.meter.log(progress.step, **seen, **known)
+        record = self.meter.log(
+            progress.step,
+            metrics=result.metrics,
+            tokens_per_expert=result.tokens_per_expert,
+            num_tokens=num_tokens,
+            **known,
+        )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.watchdog.during("a validation"), self.meter.paused():
                 batches = self.data.read_together(lambda: list(self.loader.validation_batches()))

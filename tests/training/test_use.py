@@ -1,0 +1,165 @@
+"""The commands that use a trained model: generate, evaluate and average, on a run and on Hugging Face's checkpoints."""
+
+import io
+import json
+import math
+import socket
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import Run, run_command
+
+from titan_moe import cli
+from titan_moe.checkpoint.storage import PlainReader, load_slices
+from titan_moe.config import load_recipe
+from titan_moe.models.transformer import Transformer
+
+TEXT = "the cat sat on the mat and the dog sat on the log. "
+
+
+@pytest.fixture(scope="module")
+def trained(make_run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on bytes of text with two checkpoints, and its data."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(TEXT * (20 + number))
+    data = (
+        "--data.source=text",
+        f"--data.path={folder}/*.txt",
+        "--data.holdout_fraction=0.3",
+        "--model.vocab_size=256",
+    )
+    often = ("--checkpoint.every_steps=20", "--validation.every_steps=20", "--validation.num_sequences=4")
+    run = make_run(*data, *often, "--train.steps=40", "--optim.decay_steps=0")
+    assert run.train() == 0
+    run.texts = folder
+    return run
+
+
+def ours(run: Run, step: int) -> Transformer:
+    model = Transformer(load_recipe(run.folder / "recipe.toml").model)
+    state = model.state_dict()
+    load_slices(state, PlainReader(run.folder / "checkpoints" / f"step-{step}"))
+    model.load_state_dict(state)
+    return model
+
+
+def out_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    device = () if words[0] == "average" else ("--run.device=cpu",)
+    assert cli.main([*map(str, words), *device]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_a_run_continues_a_prompt(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedily as its model does in Python; of a run's folder the newest checkpoint."""
+    prompt_BN = torch.tensor([[*b"the cat"]])
+    for step, place in ((40, trained.folder), (20, trained.folder / "checkpoints" / "step-20")):
+        expected = ours(trained, step).generate(prompt_BN, 20, use_cache=False)
+        said = out_of(capsys, "generate", place, "the cat", "--max-tokens", 20)
+        assert said == bytes(expected[0].tolist()).decode(errors="replace") + "\n"
+
+
+def test_prompts_of_a_file_are_answered_in_lines(
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("the cat sat\n\nand the dog\nthe\n")
+    options = ("--prompts", tmp_path / "prompts.txt", "--max-tokens=9", "--batch-size=2", "--temperature=0.7")
+    answers = [json.loads(line) for line in out_of(capsys, "generate", trained.folder, *options).splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["the cat sat", "and the dog", "the"]
+    assert all(answer["num_tokens"] == 9 and len(answer["completion"]) > 4 for answer in answers)
+    again = out_of(capsys, "generate", trained.folder, *options).splitlines()
+    assert [json.loads(line) for line in again] == answers, "the seed decides"
+    assert out_of(capsys, "generate", trained.folder, *options, "--seed=1").splitlines() != again
+
+
+def test_an_evaluation_is_that_of_the_run(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    row = out_of(capsys, "evaluate", trained.folder).splitlines()[1].split()
+    assert float(row[-4]) == pytest.approx(trained.column("validation_loss")[-1], abs=1e-5)
+    assert float(row[-3]) == pytest.approx(math.exp(float(row[-4])), rel=1e-3)
+
+
+def test_each_path_is_a_source(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss, by brute force over the whole text; a byte a token but for the ends of documents."""
+    paths = [f"{trained.texts}/{name}.txt" for name in (0, 5)]
+    table = out_of(capsys, "evaluate", trained.folder, *(f"--data.path={path}" for path in paths), "--data.source=text")
+    header, *rows = (line.split() for line in table.splitlines())
+    assert [row[0] for row in rows] == [*paths, "all"]
+    model, num_all, sum_all = ours(trained, 40), 0, 0.0
+    for path, row in zip(paths, rows, strict=False):
+        ids = torch.tensor([*Path(path).read_bytes(), 0])
+        number = (len(ids) - 1) // 32
+        tokens = ids[: number * 32 + 1].unfold(0, 33, 32)
+        total = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).item()
+        assert float(row[1]) == pytest.approx(total / (number * 32), abs=2e-5)
+        num_bytes = int((tokens[:, 1:] != 0).sum())
+        assert float(row[3]) == pytest.approx(total / math.log(2) / num_bytes, abs=2e-5)
+        assert int(row[4].replace(",", "")) == number * 32
+        num_all, sum_all = num_all + number * 32, sum_all + total
+    assert float(rows[2][1]) == pytest.approx(sum_all / num_all, abs=2e-5)
+
+
+def said_on_a_rank(port: int, words: list[str]) -> tuple[int, str]:
+    with redirect_stdout(io.StringIO()) as out:
+        code, _ = run_command(port, words)
+    return code, out.getvalue()
+
+
+@pytest.mark.parametrize("layout", [("--parallel.ep=2", "--parallel.dispatcher=alltoall"), ("--parallel.tp=2",)])
+def test_ranks_say_what_one_says(
+    trained: Run, ranks, capsys: pytest.CaptureFixture[str], layout: tuple[str, ...]
+) -> None:
+    data = ("--data.source=text", f"--data.path={trained.texts}/*.txt")
+    for words in (("evaluate", trained.folder, *data), ("generate", trained.folder, "the cat", "--max-tokens=9")):
+        alone = out_of(capsys, *words)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        answers = ranks(2, said_on_a_rank, port, [*map(str, words), "--run.device=cpu", *layout])
+        assert answers == [(0, alone), (0, "")]
+
+
+def test_an_average_is_the_mean_and_a_checkpoint(
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which a run goes on from, and an export takes."""
+    steps, mean = [trained.folder / "checkpoints" / f"step-{step}" for step in (20, 40)], tmp_path / "mean"
+    out_of(capsys, "average", *steps, mean)
+    models = [ours(trained, step).state_dict() for step in (20, 40)]
+    state = {name: torch.empty_like(tensor) for name, tensor in models[0].items()}
+    load_slices(state, PlainReader(mean))
+    for name, tensor in state.items():
+        assert torch.equal(tensor, (models[0][name] + models[1][name]) / 2), name
+    assert out_of(capsys, "generate", mean, "the cat", "--max-tokens=3").startswith("the cat")
+    recipe = trained.folder / "recipe.toml"
+    words = ["train", recipe, f"--run.folder={tmp_path / 'next'}", f"--checkpoint.load_from={mean}", "--train.steps=1"]
+    out_of(capsys, *words)
+
+
+def test_an_average_of_others_is_refused(trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step, out = trained.folder / "checkpoints" / "step-20", tmp_path / "out"
+    assert cli.main(["average", str(step), str(out)]) == 2
+    assert "two checkpoints at least" in capsys.readouterr().err
+    other = Run(tmp_path / "other", "--train.steps=1")
+    assert other.train() == 0
+    assert cli.main(["average", str(step), str(other.folder), str(out)]) == 2
+    assert "embed.weight (64, 32) instead of (256, 32)" in capsys.readouterr().err
+    assert not out.exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["generate", "absent", "x"], "absent is no folder; name the folder of a run"),
+        (["generate", "RUN"], "needs one of a prompt and --prompts"),
+        (["generate", "RUN", "--prompts=absent.txt"], "absent.txt cannot be read"),
+        (["generate", "RUN", "x", "--model.moe.top_k=9"], "top_k = 9"),
+        (["generate", "RUN", "x", "--model.num_layers=3"], "does not fit this run's model"),
+        (["evaluate", "RUN", "--data.source=text", "--data.path=absent/*"], "absent/*"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    trained: Run, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    assert cli.main([str(trained.folder) if word == "RUN" else word for word in words]) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""The arguments of `titan-moe`: its commands, and what each takes."""
+
+import argparse
+from typing import Any
+
+from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE
+from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
+
+EPILOG = """\
+any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
+what a field means:                         titan-moe check --explain model.moe.top_k
+several nodes, on each of them:             torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
+                                              --rdzv-endpoint HOST:29500 -m titan_moe train RECIPE.toml
+"""
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="titan-moe",
+        description="Train Mixture-of-Experts models from one recipe.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    launched = "number of ranks to start on this host, through torchrun; default 1"
+    planned = "number of ranks of the run; default: the smallest number that the layout allows"
+    purpose = "train a recipe, on N processes with --nproc"
+    _add_verb(verbs, "train", purpose, "the recipe, or RUN/recipe.toml to resume a run", launched)
+    purpose = "profile a few steps of a recipe and write an HTML report"
+    _add_verb(verbs, "trace", purpose, "the recipe; the report is written into RUN/trace", launched)
+    purpose = "check a recipe and show its shape and cost, without importing torch"
+    options = "[--nproc-per-node N] [--gpu NAME] [--explain [KEY]] "
+    checked = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
+    of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
+    checked.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
+    gpus = "of this machine; without one, those with measured kernels"
+    compared = (
+        f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
+    )
+    checked.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. No other figure depends on it")
+    explained = "explain a field or a section of recipes; without KEY list all fields"
+    checked.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
+    purpose = "print all fields of recipes at their defaults, with explanations, as one TOML"
+    of_hf = "a Hugging Face checkpoint; prints the recipe that trains it on, with what was assumed"
+    printed = verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+    printed.add_argument("folder", nargs="?", metavar="HF_FOLDER", help=of_hf)
+    _add_conversions(verbs)
+    _add_uses(verbs, launched)
+    return parser
+
+
+def _add_conversions(verbs: Any) -> None:
+    """Add the commands that import and export checkpoints of Hugging Face."""
+    folders = {"checkpoint": ("CHECKPOINT", "a checkpoint of a run, RUN/checkpoints/step-N, or an imported one")}
+    folders["folder"] = "HF_FOLDER", "a Hugging Face checkpoint: config.json and safetensors files"
+    purposes = {
+        "import": ("make a checkpoint, for checkpoint.load_from, from one of Hugging Face", ("folder", "checkpoint")),
+        "export": ("make a Hugging Face checkpoint from one of a run", ("checkpoint", "folder")),
+    }
+    for name, (purpose, order) in purposes.items():
+        verb = verbs.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+        for argument in order:
+            verb.add_argument(argument, metavar=folders[argument][0], help=folders[argument][1])
+        nproc = "number of processes on this host that divide the files; default 1. The result does not depend on it"
+        verb.add_argument("--nproc", type=_ranks, metavar="N", help=nproc)
+        if name == "import":
+            skipped = "leave out a part that is not built here, such as mtp; may be repeated"
+            verb.add_argument("--skip", action="append", default=[], metavar="PART", help=skipped)
+        else:
+            dtype = "the dtype of the weights; default: as they are saved"
+            verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="", help=dtype)
+
+
+def _add_uses(verbs: Any, nproc: str) -> None:
+    """Add the commands that use trained models."""
+    source = "a run, one of its checkpoints (step-N), or a Hugging Face checkpoint"
+    purpose = "continue prompts, one on the command line, or those of a file"
+    verb = _add_verb(verbs, "generate", purpose, source, nproc, '["prompt"] [options] ', of="CHECKPOINT_OR_HF")
+    verb.add_argument("prompt", nargs="?", help="a text to continue")
+    of_file = "a file with a prompt a line, or of JSON lines with a field `prompt`; the answers are JSON lines"
+    verb.add_argument("--prompts", metavar="FILE", help=of_file)
+    numbers = {
+        "max-tokens": (int, 128, "tokens to add at most"),
+        "temperature": (float, 0.0, "0 takes the likeliest token; others draw"),
+        "top-p": (float, 1.0, "draw from the fewest likeliest tokens whose probabilities reach it"),
+        "seed": (int, 0, "of what is drawn"),
+        "batch-size": (int, 16, "prompts that go on together"),
+    }
+    for name, (kind, default, words) in numbers.items():
+        verb.add_argument(f"--{name}", type=kind, default=default, help=f"{words}; default {default}")
+    purpose = "loss, perplexity and bits a byte on the text of each --data.path, or on what the run has held out"
+    _add_verb(verbs, "evaluate", purpose, source, nproc, of="CHECKPOINT_OR_HF")
+    purpose = "average the weights of checkpoints, in fp32"
+    verb = verbs.add_parser("average", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+    of_ours = "checkpoints, or runs, of which the newest is meant"
+    verb.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=of_ours)
+    verb.add_argument("out", metavar="OUT", help="a new folder, for checkpoint.load_from and export")
+
+
+class _ShowVersion(argparse.Action):
+    """Print the version of the installed package."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version  # slow to import
+
+        print(f"titan-moe {version('titan_moe')}")
+        parser.exit()
+
+
+def _add_verb(
+    verbs: Any, name: str, purpose: str, recipe: str, nproc: str, usage: str = "", nargs: Any = None, of: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command with the explanations of its recipe, or of the checkpoint that it is `of`, and `--nproc`, and the
+    usage of its other options."""
+    path = of or ("[RECIPE.toml]" if nargs else "RECIPE.toml")
+    verb = verbs.add_parser(
+        name,
+        help=purpose,
+        usage=f"titan-moe {name} {path} [--nproc N] {usage}[--section.key=value ...]",
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("source" if of else "recipe", nargs=nargs, metavar=of or "RECIPE.toml", help=recipe)
+    verb.add_argument("--nproc", type=_ranks, metavar="N", help=nproc)
+    return verb
+
+
+def _gpu(text: str) -> str:
+    if find_hardware(text) is None:
+        known = ", ".join("-".join(gpu.words).upper() for gpu in KNOWN_DEVICES)
+        raise argparse.ArgumentTypeError(f"{text} is not a known GPU; known are {known}")
+    return text
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; it must be at least 1")
+    return int(text)

@@ -1,0 +1,253 @@
+"""Use a model that is trained: load a checkpoint under the layout of a recipe, continue texts, evaluate data."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_moe.checkpoint.find import HUGGING_FACE
+from titan_moe.checkpoint.hf import load_hf
+from titan_moe.checkpoint.read import CheckpointMismatch, load_weights
+from titan_moe.config import Recipe, RecipeError, refusals
+from titan_moe.config.context import sequence_shard
+from titan_moe.data.loader import Loader, build_loader
+from titan_moe.data.packing import IGNORE_LABEL, Batch
+from titan_moe.data.sources import open_for_evaluation, open_source
+from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.layers.attention import attention_backend
+from titan_moe.models.generate import PROMPT_TOKENS
+from titan_moe.parallel.mesh import Meshes, build_meshes
+from titan_moe.parallel.pipeline.model import Model, whole_model
+from titan_moe.plan.resolved import Resolved
+from titan_moe.run.process import process_group
+from titan_moe.training.build import build_on_meta, build_parts
+from titan_moe.training.evaluate import evaluating, summed_loss
+
+
+class Loaded(NamedTuple):
+    """A model with its weights, on this rank."""
+
+    model: Model
+    parts: list[nn.Module]
+    meshes: Meshes
+    device: torch.device
+
+
+@contextmanager
+def loaded(recipe: Recipe) -> Iterator[Loaded]:
+    """The model of a recipe with the weights of its `checkpoint.load_from`, in evaluation mode. Collective.
+
+    Raises: RecipeError or HuggingFaceError if the recipe cannot run here, or the checkpoint is of another model.
+    """
+    with process_group(recipe.run) as device, attention_backend(recipe.perf.attention):
+        recipe = replace(recipe, run=replace(recipe.run, device=device.type))
+        if problems := refusals(recipe, dist.get_world_size()):
+            raise RecipeError(problems)
+        resolved = Resolved(recipe, dist.get_world_size())
+        meshes = build_meshes(resolved.sizes, device)
+        capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
+        model = build_on_meta(recipe)
+        parts = build_parts(model, resolved, meshes, device, capacity)
+        source = recipe.checkpoint.load_from
+        if source.startswith(HUGGING_FACE):
+            load_hf(parts, source.removeprefix(HUGGING_FACE), recipe.checkpoint.load_without)
+        else:
+            try:
+                load_weights(parts, Path(source), dist.new_group(backend="gloo"))
+            except CheckpointMismatch as error:
+                raise RecipeError([str(error)]) from error
+        with evaluating(parts), capacity.unbounded():
+            yield Loaded(whole_model(parts, resolved, meshes), parts, meshes, device)
+            capacity.check()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How texts go on."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    end_tokens: tuple[int, ...] = ()
+    """Besides the end of a document."""
+    batch_size: int = 16
+    """Prompts that go on together."""
+
+
+class Text(NamedTuple):
+    """A prompt and what follows it."""
+
+    prompt: str
+    completion: str
+    num_tokens: int
+    """Of the completion, without the end token."""
+    has_ended: bool
+    """Whether an end token follows it."""
+
+
+def generate(recipe: Recipe, prompts: Sequence[str], sampling: Sampling) -> list[Text]:
+    """Continue prompts, on all ranks alike. Collective.
+
+    Raises: RecipeError or HuggingFaceError if the model cannot be loaded, or a prompt has no token.
+    """
+    tokenizer = _tokenizer(recipe)
+    ids = [_encoded(prompt, tokenizer) for prompt in prompts]
+    starts, texts = range(0, len(ids), sampling.batch_size), []
+    batches = [range(start, min(start + sampling.batch_size, len(ids))) for start in starts]
+    with loaded(_with_room(recipe, ids, sampling)) as use:
+        if not hasattr(use.model, "generate"):
+            raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`'])
+        generator = torch.Generator(use.device).manual_seed(sampling.seed)
+        ends = {*sampling.end_tokens} | ({tokenizer.end_of_document} - {None})
+        for batch in batches:
+            lengths_B = torch.tensor([len(ids[i]) for i in batch], device=use.device)
+            longest = int(lengths_B.max())
+            tokens_BN = torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in batch], device=use.device)
+            options: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "end_tokens": ends}
+            options |= {"lengths_B": lengths_B, "generator": generator, "agree": _first_ranks}
+            continued_BN = use.model.generate(tokens_BN, sampling.max_tokens, **options)
+            for i, row in zip(batch, continued_BN.tolist(), strict=True):
+                added = row[len(ids[i]) : len(ids[i]) + sampling.max_tokens]
+                stop = next((place for place, token in enumerate(added) if token in ends), len(added))
+                texts.append(Text(prompts[i], tokenizer.decode(added[:stop]), stop, stop < len(added)))
+    return texts
+
+
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    data, is_folder = recipe.data, recipe.data.tokenizer not in ("", "bytes")
+    source = "text" if is_folder else data.source  # a folder has text, whatever the model is trained on
+    split = data.split_special_tokens
+    try:
+        return build_tokenizer(data.tokenizer, source, recipe.model.vocab_size, split_special_tokens=split)
+    except (ValueError, OSError) as error:
+        raise RecipeError([str(error)]) from error
+
+
+def _encoded(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a prompt; without any, the end of a document before it."""
+    try:
+        ids = tokenizer.encode(prompt)
+    except ValueError as error:
+        raise RecipeError([f"the prompt {prompt[:40]!r} cannot be encoded: {error}"]) from error
+    if not ids and tokenizer.end_of_document is None:
+        raise RecipeError(["an empty prompt needs a tokenizer with an end token; give a prompt"])
+    return ids or [tokenizer.end_of_document or 0]
+
+
+def _with_room(recipe: Recipe, ids: Sequence[Sequence[int]], sampling: Sampling) -> Recipe:
+    """The recipe with microbatches as large as any forward: of a piece of prompts, or with cp of whole texts."""
+    batch, longest = min(sampling.batch_size, len(ids)), max(map(len, ids))
+    whole = batch * (longest + sampling.max_tokens)
+    largest = whole if recipe.parallel.cp > 1 else min(whole, max(PROMPT_TOKENS, batch))
+    multiple = max(recipe.parallel.length_multiple, 1)
+    sizes: dict[str, Any] = {"seq_len_tokens": -(-largest // multiple) * multiple, "micro_batch_sequences": 1}
+    sizes["global_batch_sequences"] = recipe.train.global_batch_sequences // recipe.train.micro_batch_sequences
+    return replace(recipe, train=replace(recipe.train, **sizes))
+
+
+def _first_ranks(tokens_B: Tensor) -> Tensor:
+    """The tokens of the first rank on all ranks: rounding may differ between ranks."""
+    tokens_B = tokens_B.contiguous()
+    dist.broadcast(tokens_B, src=0)
+    return tokens_B
+
+
+class Evaluation(NamedTuple):
+    """The loss on a source of data."""
+
+    source: str
+    loss: float
+    """Mean cross entropy of a label token, in nats."""
+    num_tokens: int
+    num_bytes: int
+    """Of the text of the label tokens; 0 if they have none."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_a_byte(self) -> float | None:
+        """The loss in bits over the bytes of the text."""
+        return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
+
+
+def evaluate(sources: Sequence[tuple[str, Recipe]], *, all_sequences: bool, held_out: bool) -> list[Evaluation]:
+    """Evaluate one model on each source, whose recipes differ in `[data]` alone. Collective.
+
+    With `held_out` on what its run has held out, else on all of the data; on `validation.num_sequences` sequences of
+    it, evenly spaced, unless `all_sequences`.
+
+    Raises: RecipeError or HuggingFaceError if the model cannot be loaded or the data not be read.
+    """
+    results = []
+    with loaded(sources[0][1]) as use:
+        meshes, group = use.meshes, dist.new_group(backend="gloo")
+        for name, recipe in sources:
+            loader = _loader(recipe, use, group, held_out=held_out, all_sequences=all_sequences)
+            num_bytes = torch.zeros((), dtype=torch.float64, device=use.device)
+            batches = _counting(loader, sequence_shard(recipe.parallel, meshes.context_rank), num_bytes)
+            loss, num_tokens = summed_loss(use.model, use.parts, batches, use.device, meshes).tolist()
+            if meshes.context_rank:
+                num_bytes.zero_()  # ranks of cp have seen the same whole sequences
+            dist.all_reduce(num_bytes, group=meshes.data_group)
+            results.append(Evaluation(name, loss / max(num_tokens, 1), int(num_tokens), int(num_bytes)))
+    return results
+
+
+def table_of(results: Sequence[Evaluation]) -> list[str]:
+    """A line for each source, and one for all of them, each token counted alike."""
+    num_tokens = sum(result.num_tokens for result in results)
+    if len(results) > 1:
+        loss = sum(result.loss * result.num_tokens for result in results) / max(num_tokens, 1)
+        has_bytes = all(result.num_bytes for result in results)
+        num_bytes = sum(result.num_bytes for result in results) if has_bytes else 0
+        results = [*results, Evaluation("all", loss, num_tokens, num_bytes)]
+    width = max(len("source"), *(len(result.source) for result in results))
+    lines = [f"{'source':{width}}  {'loss':>9}  {'perplexity':>10}  {'bits a byte':>11}  {'tokens':>12}"]
+    for result in results:
+        bits = "-" if result.bits_a_byte is None else f"{result.bits_a_byte:.5f}"
+        numbers = f"{result.loss:9.5f}  {result.perplexity:10.5g}  {bits:>11}  {result.num_tokens:12,}"
+        lines.append(f"{result.source:{width}}  {numbers}")
+    return lines
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all, also when its process group has ended."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _loader(recipe: Recipe, use: Loaded, group: dist.ProcessGroup, *, held_out: bool, all_sequences: bool) -> Loader:
+    meshes = use.meshes
+    where = meshes.data_rank, meshes.sizes.dp, recipe.run.folder, partial(dist.barrier, group)
+    options: dict[str, Any] = {"builds_cache": dist.get_rank() == 0}
+    options["open_"] = open_source if held_out else open_for_evaluation
+    shard = sequence_shard(recipe.parallel, meshes.context_rank)
+    recipe = replace(recipe, validation=replace(recipe.validation, every_steps=1))  # or a stream holds nothing out
+    try:
+        loader = build_loader(recipe, *where, shard, **options)
+        if all_sequences and loader.num_held_out:
+            number = replace(recipe.validation, num_sequences=loader.num_held_out)
+            loader = build_loader(replace(recipe, validation=number), *where, shard, **options)
+        return loader
+    except (ValueError, OSError, ImportError) as error:
+        raise RecipeError([str(error)]) from error
+
+
+def _counting(loader: Loader, shard: Any, num_bytes: Tensor) -> Iterator[Batch]:
+    """This rank's held-out batches, with the bytes of their labels added up."""
+    for batch in loader.held_out_batches():
+        for labels in batch.labels_MBN.flatten(0, 1).tolist():
+            num_bytes += loader.tokenizer.count_bytes([token for token in labels if token != IGNORE_LABEL])
+        yield batch.shard(shard)
