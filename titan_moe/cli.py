@@ -22,6 +22,7 @@ from titan_moe.config.train import RunConfig
 from titan_moe.entry import (
     average,
     check,
+    check_sampling,
     evaluate,
     export_hf,
     generate,
@@ -198,7 +199,10 @@ def _use(args: argparse.Namespace, overrides: list[str], argv: Sequence[str]) ->
     world_size = _world_size(args.nproc)
     if args.verb == "generate":
         prompts, recipe = read_prompts(args.prompt, args.prompts), recipe_of_use(args.source, overrides, world_size)
-        options = {key: getattr(args, key) for key in ("max_tokens", "temperature", "top_p", "seed", "batch_size")}
+        options: dict[str, Any] = {
+            key: getattr(args, key) for key in ("max_tokens", "temperature", "top_p", "seed", "batch_size")
+        }
+        check_sampling(**options)
         call = partial(generate, recipe, prompts, as_json=bool(args.prompts), **options)
     else:
         sources, is_held_out = recipes_of_evaluation(args.source, overrides, world_size)

@@ -152,6 +152,21 @@ def read_prompts(prompt: str | None, file: str | None) -> list[str]:
     return prompts
 
 
+def check_sampling(max_tokens: int, temperature: float, top_p: float, batch_size: int, **_: Any) -> None:
+    """Refuse options out of range, before anything is loaded.
+
+    Raises: RecipeError with all problems.
+    """
+    found = {
+        f"--max-tokens = {max_tokens} must be at least 1": max_tokens < 1,
+        f"--temperature = {temperature} must be at least 0": not temperature >= 0,
+        f"--top-p = {top_p} must be above 0 and at most 1": not 0 < top_p <= 1,
+        f"--batch-size = {batch_size} must be at least 1": batch_size < 1,
+    }
+    if problems := [problem for problem, is_broken in found.items() if is_broken]:
+        raise RecipeError(problems)
+
+
 def generate(recipe: Recipe, prompts: Sequence[str], *, as_json: bool, **sampling: Any) -> list[str]:
     """Continue prompts with the model of `recipe_of_use`. Collective.
 
@@ -194,10 +209,11 @@ def _split_paths(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _for_use(recipe: Recipe, num_ranks: int) -> Recipe:
-    """With a batch for every data-parallel rank; breaks no rule."""
+    """With microbatches for every data-parallel rank, enough for any schedule of a pipeline; breaks no rule."""
     p, train = recipe.parallel, recipe.train
     dp = max(num_ranks // max(p.tp * p.cp * p.pp, 1), 1)
-    batch = replace(train, global_batch_sequences=max(train.micro_batch_sequences, 1) * dp)
+    number = 4 * p.pp if p.pp > 1 else 1
+    batch = replace(train, global_batch_sequences=max(train.micro_batch_sequences, 1) * dp * number)
     return load_accepted(replace(recipe, train=batch), (), num_ranks)
 
 

@@ -106,7 +106,15 @@ def said_on_a_rank(port: int, words: list[str]) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-@pytest.mark.parametrize("layout", [("--parallel.ep=2", "--parallel.dispatcher=alltoall"), ("--parallel.tp=2",)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--parallel.ep=2", "--parallel.dispatcher=alltoall"),
+        ("--parallel.tp=2",),
+        ("--parallel.pp=2",),
+        ("--parallel.cp=2", "--parallel.cp_kind=allgather"),
+    ],
+)
 def test_ranks_say_what_one_says(
     trained: Run, ranks, capsys: pytest.CaptureFixture[str], layout: tuple[str, ...]
 ) -> None:
@@ -153,6 +161,8 @@ def test_an_average_of_others_is_refused(trained: Run, tmp_path: Path, capsys: p
         (["generate", "absent", "x"], "absent is no folder; name the folder of a run"),
         (["generate", "RUN"], "needs one of a prompt and --prompts"),
         (["generate", "RUN", "--prompts=absent.txt"], "absent.txt cannot be read"),
+        (["generate", "RUN", "x", "--top-p=0"], "--top-p = 0.0 must be above 0 and at most 1"),
+        (["generate", "RUN", "x", "--temperature=-1", "--max-tokens=0"], "--max-tokens = 0 must be at least 1"),
         (["generate", "RUN", "x", "--model.moe.top_k=9"], "top_k = 9"),
         (["generate", "RUN", "x", "--model.num_layers=3"], "does not fit this run's model"),
         (["evaluate", "RUN", "--data.source=text", "--data.path=absent/*"], "absent/*"),
