@@ -114,7 +114,9 @@ def said_on_a_rank(port: int, words: list[str]) -> tuple[int, str]:
         ("--parallel.pp=2",),
         ("--parallel.cp=2", "--parallel.cp_kind=allgather"),
     ],
+    ids=["ep", "tp", "pp", "cp"],
 )
+@pytest.mark.few("ep")
 def test_ranks_say_what_one_says(
     trained: Run, ranks, capsys: pytest.CaptureFixture[str], layout: tuple[str, ...]
 ) -> None:
