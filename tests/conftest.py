@@ -220,8 +220,9 @@ BESIDE = {
     "interpreter": ("interpreted", {"TRITON_INTERPRET": "1"}),  # Triton must be told before it is imported
     "launches": ("launches", {}),
     "pools": ("ranks", {}),
+    "slow_ones": ("one_process", {}),
 }
-MOVED = {"launches": 1, "pools": 2}
+MOVED = {"launches": 1, "pools": 2, "slow_ones": 1}
 """Fixtures whose tests leave the process that waits for them, and the processes that share them: ranks wait for each
 other, and two pools keep the cores busy where one would not."""
 STARTED = pytest.StashKey[dict[str, list[Beside]]]()
@@ -248,6 +249,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         starts_processes = PROCESSES.intersection(getattr(item, "fixturenames", ()))
         if not starts_processes and not any(item.get_closest_marker(name) for name in ("slow", "gpu", "interpreted")):
             item.add_marker("fast")
+        elif item.get_closest_marker("slow") and not starts_processes and not _is_elsewhere(item):
+            item.add_marker("one_process")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("interpreted") and not IS_INTERPRETED:
@@ -312,6 +315,11 @@ def interpreter(request: pytest.FixtureRequest) -> Beside:
 @pytest.fixture(scope="session")
 def launches(request: pytest.FixtureRequest) -> list[Beside]:
     return request.config.stash[STARTED]["launches"]
+
+
+@pytest.fixture(scope="session")
+def slow_ones(request: pytest.FixtureRequest) -> list[Beside]:
+    return request.config.stash[STARTED]["slow_ones"]
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ FLOORS = [
     {"models", "precision", "memory", "compile", "metrics"},
     {"parallel"},
     {"training"},
-    {"entry"},
+    {"entry", "arguments"},
     {"cli"},
 ]
 ROOF = len(FLOORS) - 1

@@ -73,6 +73,13 @@ class Command:
         return os.system, (f"touch {self.makes}",)
 
 
+class Careless(DefaultSavePlanner):
+    """Saves whatever it is given."""
+
+    def files(self, plan):
+        return [plan]
+
+
 def saved(folder: Path, *steps: int) -> checkpoint_case.CheckpointCase:
     """A run with checkpoints of these steps."""
     run = checkpoint_case.CheckpointCase(folder, CheckpointConfig())
@@ -380,13 +387,13 @@ def test_checkpoint_with_a_crafted_value_or_tensor_runs_nothing(one_rank, tmp_pa
         run.checkpointer.save(2)
     assert run.checkpointer.folders.complete_steps() == [1]
     with monkeypatch.context() as careless:
-        careless.setattr(storage, "PlainSavePlanner", DefaultSavePlanner)
+        careless.setattr(storage, "PlainSavePlanner", Careless)
         run.checkpointer.save(3)
     with pytest.raises(CheckpointMismatch, match=r"__0_0.distcp: dataloader.order names posix.system, .*step-1"):
         run.checkpointer.load()
     run.loader.state["order"] = "first"
     with monkeypatch.context() as careless:
-        careless.setattr(storage, "PlainSavePlanner", DefaultSavePlanner)
+        careless.setattr(storage, "PlainSavePlanner", Careless)
         save = torch.save
         crafted = lambda value: Command(tmp_path / "made") if isinstance(value, torch.Tensor) else value  # noqa: E731
         careless.setattr(torch, "save", lambda value, file: save(crafted(value), file))

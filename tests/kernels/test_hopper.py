@@ -311,7 +311,7 @@ def rotary(direction: str, *, norms: bool, is_interleaved: bool, head_dim: int =
     weights = (half(head_dim), half(head_dim)) if norms else (None, None)
     tables = (single(S // 4, head_dim // 2), single(S // 4, head_dim // 2))
     if direction == "forward":
-        return rotary_forward(qkv_BNX, *weights, *tables, KV_HEADS, 1e-6, is_interleaved)
+        return rotary_forward(qkv_BNX, *weights, *tables, KV_HEADS, head_dim, 1e-6, is_interleaved)
     grads = (half(*shape, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS))
     return rotary_backward(*grads, qkv_BNX if norms else None, *weights, *tables, 1e-6, is_interleaved)
 

@@ -466,8 +466,9 @@ def test_time_steps_draws_new_tokens_for_each_step_and_data_rank(ranks: Any) -> 
     (_, one, _), (_, other, _) = ranks(2, draw_steps)
     batches = [*one, *other]
     assert len({tuple(batch.tokens_MBN.flatten().tolist()) for batch in batches}) == 2 * 4
-    for tokens_MBN, labels_MBN, _ in batches:
-        assert torch.equal(tokens_MBN[..., 1:], labels_MBN[..., :-1])
+    for batch in batches:
+        tokens_MBN = batch.tokens_MBN
+        assert torch.equal(tokens_MBN[..., 1:], batch.labels_MBN[..., :-1])
         assert tokens_MBN.max() > 250 and tokens_MBN.float().mean() == pytest.approx(127.5, rel=0.1), "uniform"
 
 
