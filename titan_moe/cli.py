@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from titan_moe.arguments import command_line
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
