@@ -82,6 +82,14 @@ BROKEN = {
         "yarn_beta_fast",
     ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
+    "some_layers_have_experts": (
+        "--model.moe_every=2 --model.dense_layers=[1,3]",
+        "moe_every = 2 and model.dense_layers = [1, 3] leave none of model.num_layers = 4 to the experts",
+    ),
+    "norm_over_all_heads_is_a_norm": (
+        "--model.attention.qk_norm_over=all_heads",
+        'qk_norm_over = "all_heads" needs model.attention.qk_norm = true',
+    ),
     "moe_layers_are_some_of_the_layers": ("--model.moe_every=5", "moe_every = 5 exceeds model.num_layers = 4"),
     "dense_layers_are_layers": ("--model.dense_layers=[1,4]", "[1, 4] must be different layers of"),
     "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layer dense"),

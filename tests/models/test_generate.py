@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.hf_twins import greedy, ours_for, transformers, twin
+from torch import nn
 
 from titan_moe.checkpoint.hf import load_hf
+from titan_moe.layers.attention import GroupedQueryAttention
 from titan_moe.models import generate
 from titan_moe.models.generate import keep_likeliest
 from titan_moe.models.transformer import Transformer
@@ -54,6 +56,27 @@ def test_a_forward_has_new_tokens_alone(model: Transformer, monkeypatch: pytest.
     model.generate(padded(0), 4, lengths_B=LENGTHS_B)
     handle.remove()
     assert seen == [3 * 17, 3, 3, 3]
+
+
+class Shifted(GroupedQueryAttention):
+    """Attention of one's own, which knows nothing of a cache."""
+
+    def core(self, q_BNHD, k_BNHD, v_BNHD, context):
+        return self.out(torch.roll(v_BNHD, 1, 1).flatten(2))
+
+
+def test_a_model_of_ones_own_has_whole_forwards(model: Transformer) -> None:
+    assert model.has_cache
+    block = next(iter(model.layers.values()))
+    for owner, name, other in (
+        (block, "attention", Shifted(model.config)),
+        (model, "embed", nn.Sequential(model.embed)),
+    ):
+        own = getattr(owner, name)
+        setattr(owner, name, other)
+        assert not model.has_cache
+        setattr(owner, name, own)
+    assert model.has_cache
 
 
 def test_a_row_that_has_ended_stays_ended(model: Transformer) -> None:

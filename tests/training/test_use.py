@@ -13,8 +13,9 @@ from support.runs import Run, run_command
 
 from titan_moe import cli
 from titan_moe.checkpoint.storage import PlainReader, load_slices
-from titan_moe.config import load_recipe
+from titan_moe.config import load_recipe, refusals
 from titan_moe.models.transformer import Transformer
+from titan_moe.training import use
 
 TEXT = "the cat sat on the mat and the dog sat on the log. "
 
@@ -59,6 +60,17 @@ def test_a_run_continues_a_prompt(trained: Run, capsys: pytest.CaptureFixture[st
         expected = ours(trained, step).generate(prompt_BN, 20, use_cache=False)
         said = out_of(capsys, "generate", place, "the cat", "--max-tokens", 20)
         assert said == bytes(expected[0].tolist()).decode(errors="replace") + "\n"
+
+
+def test_a_run_in_fp8_has_room_for_any_prompt(trained: Run) -> None:
+    """Of whatever number of tokens: generating has no weight gradients, which need a multiple."""
+    words = ["--precision.linears=fp8_rowwise", "--precision.backend=native", "--model.hidden_size=32"]
+    recipe = load_recipe(trained.folder / "recipe.toml", words)
+    assert not [problem for problem in refusals(recipe, 1) if "multiple" in problem]
+    for num_tokens in (3, 11):
+        sized = use._with_room(recipe, [[0] * num_tokens], use.Sampling(max_tokens=7))
+        assert not [problem for problem in refusals(sized, 1) if "multiple" in problem]
+        assert sized.train.seq_len_tokens >= num_tokens + 7
 
 
 def test_prompts_of_a_file_are_answered_in_lines(

@@ -194,7 +194,8 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     attended = queries + by_keys * keys
     normed = (queries if by_keys > 1 else attended) if a.qk_norm and by_heads == 1 else 0  # and rotated, not exchanged
     freed = ("qkv_rope", normed)
-    sizes: Any = {"attended": attended, "result": queries, "received": received, "has_sinks": a.sinks}
+    sizes: Any = {"attended": attended, "result": queries, "received": received}
+    sizes["scales_result"] = a.sinks and not (cp > 1 and p.cp_kind == "ring")
     heads = Split("attention.num_heads", a.num_heads, a.num_kv_heads)
     yield _core(layers, by_heads, heads, 2 * queries, **sizes, freed=freed)
     yield row("attention.out", (queries, width), "inputs", reads_alone=by_heads > 1)
@@ -247,11 +248,11 @@ def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
 
 def _core(
     layers: range, by_heads: int, heads: Split, pair_width: int,
-    *, attended: int, result: int, received: float, freed: tuple[str, int], has_sinks: bool = False,
+    *, attended: int, result: int, received: float, freed: tuple[str, int], scales_result: bool = False,
 ) -> Module:  # fmt: skip
-    """Attention without projections. `ulysses` keeps the result before and after its exchange, sinks before and after
-    they have scaled it."""
-    kept, gradients = attended + (1 + (by_heads > 1) + has_sinks) * result, attended + result
+    """Attention without projections. `ulysses` keeps the result before and after its exchange, FlexAttention before and
+    after sinks have scaled it. SDPA's copies of what is attended, wider for sinks, are not counted."""
+    kept, gradients = attended + (1 + (by_heads > 1) + scales_result) * result, attended + result
     sizes: Any = {"kept": kept, "gradients": gradients, "received": received, "tp_split": heads}
     sizes |= {"freed": (freed, ("attention", kept - attended)), "sent": (("attention", attended + result),)}
     return Module("attention", "attention", layers, pair_width=pair_width, **sizes)

@@ -3,6 +3,8 @@
 B batch · N sequence · D model width
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,10 @@ from titan_moe.layers.mlp import MLP
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.norm import NORMS
 
-ATTENTIONS: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
+ATTENTIONS: dict[str, type[GroupedQueryAttention | MultiHeadLatentAttention]] = {
+    "gqa": GroupedQueryAttention,
+    "mla": MultiHeadLatentAttention,
+}
 
 
 class Block(nn.Module):
@@ -52,3 +57,11 @@ class Block(nn.Module):
         if self.residual_multiplier == 1.0:
             return x_BND + branch_BND
         return torch.add(x_BND, branch_BND, alpha=self.residual_multiplier)
+
+
+def keeps_context(block: nn.Module) -> bool:
+    """Whether a block attends as ours do, to the keys and values of its context's cache too."""
+    if not isinstance(block, Block) or type(block).front is not Block.front:
+        return False
+    own: Any = type(block.attention)
+    return any(own.forward is ours.forward and own.core is ours.core for ours in ATTENTIONS.values())

@@ -14,14 +14,14 @@ from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.rules.layers import check_model
 from titan_moe.layers.attention import Context
-from titan_moe.layers.block import Block
+from titan_moe.layers.block import Block, keeps_context
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.kv_cache import KVCache
 from titan_moe.layers.mask import MASKS, Mask, MaskSpec, dense_mask
 from titan_moe.layers.norm import NORMS
 from titan_moe.layers.rope import rope_tables
 from titan_moe.models.generate import CachedForwards, NextLogits, TextGenerator, WholeForwards
-from titan_moe.models.part import tied_weight
+from titan_moe.models.part import PassThrough, tied_weight
 
 
 class Transformer(nn.Module, TextGenerator):
@@ -119,10 +119,11 @@ class Transformer(nn.Module, TextGenerator):
 
     @property
     def has_cache(self) -> bool:  # type: ignore[override]
-        """Whether forwards over new tokens alone are possible: without cp, and not in a class of other forwards."""
-        own, blocks = type(self), self.layers.values()
-        is_ours = own.forward is Transformer.forward and own.contexts is Transformer.contexts
-        return is_ours and self.num_context_ranks == 1 and all(isinstance(block, Block) for block in blocks)
+        """Whether forwards over new tokens alone are possible: without cp, and not in a class of other forwards, or
+        with another embedding or attention, which may know nothing of tokens that came before."""
+        own, keeps = type(self), isinstance(self.embed, nn.Embedding | PassThrough)
+        keeps &= own.forward is Transformer.forward and own.contexts is Transformer.contexts
+        return keeps and self.num_context_ranks == 1 and all(keeps_context(block) for block in self.layers.values())
 
     def next_logits(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
         """Logits [B, V] of the tokens that continue each row, of which row b has `ends_B[b]` tokens."""

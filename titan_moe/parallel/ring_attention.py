@@ -57,6 +57,8 @@ class RingAttention:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Plain causal attention to whole sequences: -> [B, n, H, D]."""
+        if sinks_H is not None:
+            sinks_H = sinks_H.clone()  # kept for backward, when FSDP has taken the parameter's memory back
         return _ring_attention(q_BnHD, k_BnGD, v_BnGD, scale, self.backend, self.group.group_name, sinks_H)[0]
 
 

@@ -18,6 +18,8 @@ from titan_moe.checkpoint.hf import load_hf
 from titan_moe.checkpoint.read import CheckpointMismatch, load_weights
 from titan_moe.config import Recipe, RecipeError, refusals
 from titan_moe.config.context import sequence_shard
+from titan_moe.config.gemms import multiple_of
+from titan_moe.config.model import ModelConfig
 from titan_moe.data.loader import Loader, build_loader
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.data.sources import open_for_evaluation, open_source
@@ -145,14 +147,17 @@ def _encoded(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _with_room(recipe: Recipe, ids: Sequence[Sequence[int]], sampling: Sampling) -> Recipe:
-    """The recipe with microbatches as large as any forward: of a piece of prompts, or with cp of whole texts."""
-    batch, longest = min(sampling.batch_size, len(ids)), max(map(len, ids))
-    whole = batch * (longest + sampling.max_tokens)
-    largest = whole if recipe.parallel.cp > 1 else min(whole, max(PROMPT_TOKENS, batch))
-    multiple = max(recipe.parallel.length_multiple, 1)
-    sizes: dict[str, Any] = {"seq_len_tokens": -(-largest // multiple) * multiple, "micro_batch_sequences": 1}
-    sizes["global_batch_sequences"] = recipe.train.global_batch_sequences // recipe.train.micro_batch_sequences
-    return replace(recipe, train=replace(recipe.train, **sizes))
+    """The recipe with microbatches as large as any forward: of a piece of prompts, or of whole texts with cp and in a
+    class of the user's own, whose forward may keep no keys."""
+    batch, longest = min(sampling.batch_size, len(ids)), max(map(len, ids)) + sampling.max_tokens
+    p, train = recipe.parallel, recipe.train
+    takes_whole = p.cp > 1 or recipe.model.class_ != ModelConfig.class_
+    length, rows = (longest, batch) if takes_whole else (min(batch * longest, max(PROMPT_TOKENS, batch)), 1)
+    of_formats = [multiple_of(recipe.precision, name) for name in recipe.precision.formats]  # no gradient needs them
+    multiple = math.lcm(max(p.length_multiple, 1), *(max(p.cp, 1) * max(p.tp, 1) * step for step in of_formats))
+    num_microbatches = train.global_batch_sequences // train.micro_batch_sequences
+    sizes: dict[str, Any] = {"seq_len_tokens": -(-length // multiple) * multiple, "micro_batch_sequences": rows}
+    return replace(recipe, train=replace(train, **sizes, global_batch_sequences=rows * num_microbatches))
 
 
 def _first_ranks(tokens_B: Tensor) -> Tensor:

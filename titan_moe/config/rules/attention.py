@@ -31,6 +31,13 @@ def rotated_share_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f"{share} rotates {a.rotated_head_dim} of head_dim = {a.head_dim} elements, not an even number from 2 on"
 
 
+norm_over_all_heads_is_a_norm = row(
+    "a model without the norm has none over all heads",
+    lambda r: r.model.attention.qk_norm_over != "head" and not r.model.attention.qk_norm,
+    "{model.attention.qk_norm_over} needs model.attention.qk_norm = true, but {model.attention.qk_norm}",
+)
+
+
 @rule("all heads together have no position to rotate", "model.attention.qk_norm qk_norm_over qk_norm_is_after_rope")
 def norm_after_rope_is_over_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention

@@ -57,11 +57,22 @@ dense_layers_fit = at_most(
 moe_layers_are_some_of_the_layers = at_most(
     "every n-th layer has experts, so none of fewer than n", "model.moe_every", "model.num_layers"
 )
+some_layers_have_experts = row(
+    "a model with experts has layers for them",
+    lambda r: _has_kinds(r.model) and r.model.moe.num_experts > 0 and r.model.num_moe_layers == 0,
+    "{model.num_dense_layers}, {model.moe_every} and {model.dense_layers} leave none of {model.num_layers} to the "
+    "experts of {model.moe.num_experts}",
+)
 dense_layers_are_layers = row(
     "layers are numbered from 0, and each is named once",
     lambda r: not _are_layers(r.model.dense_layers, r.model.num_layers),
     "{model.dense_layers} must be different layers of {model.num_layers}",
 )
+
+
+def _has_kinds(model: ModelConfig) -> bool:
+    """Whether dense layers are others than leading ones."""
+    return model.num_layers > 0 and (model.moe_every > 1 or bool(model.dense_layers))
 
 
 def _are_layers(layers: tuple[int, ...], num_layers: int) -> bool:

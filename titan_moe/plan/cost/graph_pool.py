@@ -4,6 +4,7 @@ A pool has memory for each stream apart, which no other stream can use. FSDP gat
 allocates reduced gradients on another. Messages between pipeline stages have buffers (parallel/pipeline/messages.py).
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from titan_moe.config.parallel import resolve
@@ -67,7 +68,7 @@ def message_bytes(part: Part) -> float:
 
 def _pairs_of(part: Part) -> list[tuple[Group, Group]]:
     """Groups of a rank's parameters that FSDP gathers one after the other: embedding and head, in a pipeline the larger
-    one, then the first block; and a block, then its experts, if they are sharded."""
+    one, then the first block; a block, then its experts, if they are sharded; and where dense blocks meet others."""
     model, count = part.recipe.model, part.count
     sizes = resolve(part.recipe.parallel, part.world_size)
 
@@ -77,8 +78,11 @@ def _pairs_of(part: Part) -> list[tuple[Group, Group]]:
 
     ends = count["embedding"], count["head"]
     root = Group((sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp, sizes.fsdp)
-    pairs = [(root, block(0))]
-    if model.num_moe_layers and not sizes.experts_are_unsharded(part.recipe.precision):
-        experts = Group(experts_per_rank(part.recipe) / model.num_moe_layers, sizes.edp)
-        pairs.append((block(model.moe_layers[-1]), experts))
-    return pairs
+    moe = set(model.moe_layers)
+    kinds = [layer in moe for layer in range(model.num_layers)]
+    blocks = {kind: [block(kinds.index(kind))] for kind in sorted(set(kinds))}
+    if moe and not sizes.experts_are_unsharded(part.recipe.precision):
+        blocks[True].append(Group(experts_per_rank(part.recipe) / model.num_moe_layers, sizes.edp))
+    pairs = [(root, blocks[kinds[0]][0]), *(pair for of_kind in blocks.values() for pair in pairwise(of_kind))]
+    changes = sorted({(one, other) for one, other in pairwise(kinds) if one != other})
+    return pairs + [(blocks[one][-1], blocks[other][0]) for one, other in changes]
