@@ -138,6 +138,7 @@ def test_checkpoint_async_save_keeps_the_values_of_its_step(one_rank, two_ranks_
     run.checkpointer.close()
 
 
+@pytest.mark.few("die_after_manifest-True")
 @pytest.mark.parametrize(
     ("phase", "leaves_manifest"),
     [("die_before_metadata", False), ("die_before_manifest", False), ("die_after_manifest", True)],

@@ -254,7 +254,7 @@ def test_files_of_microbatches_in_flight_over_two_levels(ranks: Any, tmp_path: P
         assert all(same), same
 
 
-@pytest.mark.few("True-True", "False-False")
+@pytest.mark.few("True-False", "False-False")
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("overlaps", "is_fp8"), [(True, False), (False, False), (True, True)])
 def test_files_of_microbatches_in_flight_have_slabs_in_an_arena(

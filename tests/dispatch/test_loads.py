@@ -290,6 +290,7 @@ def factors_of(case: Case, loads: tuple[str, ...], num_ranks: int) -> dict[str, 
     return {load: needed_factor(case, load, num_ranks, STEP) for load in loads}
 
 
+@pytest.mark.few("loads1-False")
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("loads", "overlaps"), [(("hot_rank", "cold_ranks"), True), (("alternating", "one_rank"), False)]

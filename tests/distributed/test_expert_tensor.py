@@ -49,6 +49,7 @@ def test_etp_trains_as_one_process(
         one_loss.assert_same(trace, alone[num_starved], 1e-9)
 
 
+@pytest.mark.few("ep2-etp2-to-tp2-etp4", "etp2-to-1")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "num_later", "later"),
     [

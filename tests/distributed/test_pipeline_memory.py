@@ -160,6 +160,7 @@ def test_pipelines_have_slabs_in_an_arena_and_train_as_one_process(
         assert num_late == (8 if delayed else 0)
 
 
+@pytest.mark.few()
 def test_weight_gradients_are_delayed_from_the_first_bounded_step_on(ranks: Any, tmp_path: Path) -> None:
     alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 5, 2), -1, 2)[0]
     auto = replace(PP2_EP2, expert_rank_capacity_factor="auto", **V)

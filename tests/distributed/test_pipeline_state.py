@@ -40,6 +40,7 @@ def merged(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
+@pytest.mark.few("pp2-tp2-empty-gqa-tied", "pp4-pp2-vpp2-gqa-tied")
 @pytest.mark.parametrize(
     ("before", "after", "model"),
     [

@@ -159,9 +159,7 @@ LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
 @pytest.mark.few(
     "1f1b_tp",
     "interleaved_sharded_tied",
-    "interleaved_empty_stage",
     "allgather",
-    "cp_etp",
 )
 @pytest.mark.parametrize(
     ("model", "changes"),

@@ -68,6 +68,7 @@ def load(folder: str, by_fsdp: bool) -> tuple[list[tuple[float, float]], dict[st
     return [take_step(assembly), take_step(assembly)], found
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("saved_by_fsdp", [True, False])
 def test_unsharded_and_sharded_experts_load_each_others_checkpoints(ranks, tmp_path, saved_by_fsdp: bool) -> None:
     (expected_steps, expected), *_ = ranks(2, save, str(tmp_path), saved_by_fsdp)

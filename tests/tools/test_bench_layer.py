@@ -44,6 +44,7 @@ def test_layer_candidates_agree(tool: ModuleType, integer_histogram: None, capsy
     assert "1/1" in lines[1] and "%" in lines[2]
 
 
+@pytest.mark.few()
 def test_layer_candidate_in_fp8_is_near(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     bench = tool.Bench(CPU, torch.float32, tool.wall_clock_ms, 100)
     bench.run(tool.SMOKE, ["grouped_mm", "fused_fp8"], 2.0)

@@ -341,6 +341,7 @@ def test_rank_processes_return_figures_or_errors(tools: Any, tmp_path: Path) -> 
     }
 
 
+@pytest.mark.few()
 def test_train_benchmark_candidates_in_one_launch_are_independent(
     tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

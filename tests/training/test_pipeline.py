@@ -58,7 +58,7 @@ def kill_rank(launcher: subprocess.Popen[str], rank: int) -> str:
     return said
 
 
-@pytest.mark.few("1f1b-rank")
+@pytest.mark.few()
 @pytest.mark.parametrize(
     ("schedule", "killed_rank"),
     [pytest.param((), 1, id="1f1b-rank"), pytest.param(PAIRS, None, id="interleaved_pairs-launcher")],

@@ -113,7 +113,7 @@ def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide
     check_both(ranks(2, both_in_blocks, str(tmp_path), ROUTINGS, 0, 8.0, FusedMLP(FP8_BLOCKWISE)))
 
 
-@pytest.mark.few("rounded_weight_gradients")
+@pytest.mark.few()
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("ways", "mlp"),

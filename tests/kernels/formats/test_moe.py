@@ -90,8 +90,7 @@ def train(format: Format, num_steps: int = 45) -> float:
 
 @pytest.mark.slow
 def test_short_training_in_emulated_formats() -> None:
-    losses = {format: train(format) for format in ("compute", "mxfp8", "nvfp4")}
+    losses = {format: train(format) for format in ("compute", "nvfp4")}
     print({format: round(loss, 4) for format, loss in losses.items()})
     assert losses["compute"] < 2
-    assert abs(losses["mxfp8"] / losses["compute"] - 1) < 0.005
     assert abs(losses["nvfp4"] / losses["compute"] - 1) < 0.02

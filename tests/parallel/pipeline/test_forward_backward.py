@@ -46,6 +46,7 @@ def record(parallel: ParallelConfig) -> list[list[tuple[str, list[Any]]]]:
     return steps[1:]
 
 
+@pytest.mark.few("1f1b", "pairs")
 @pytest.mark.parametrize(
     "parallel",
     [

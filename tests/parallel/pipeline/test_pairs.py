@@ -291,7 +291,7 @@ def peaks(recipe: Recipe) -> dict[str, int]:
     return held
 
 
-@pytest.mark.few("dualpipev")
+@pytest.mark.few()
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pairs_keep_no_more_than_the_schedule(ranks: Any, schedule: str) -> None:
     """Of `dualpipev` no more than without pairs; of others as many microbatches more as `check` says."""
