@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from titan_moe.plan.choice.hardware import find_hardware
-from titan_moe.plan.cost.roofline import Work
+from titan_moe.plan.cost.roofline import RegionWork
 from titan_moe.profile import chart
 from titan_moe.profile.chart import area_curve, downsample, stacked_bar
 from titan_moe.profile.compile_trace import CompiledFunction, CompileReport
@@ -19,7 +19,11 @@ NOTHING = CompileReport([], {}, [])
 
 def traced_run(hardware_name: str) -> TracedRun:
     """1e9 FLOPs of experts in 0.2 ms, and 2.4 MB of rows in 0.24 ms."""
-    work = {"experts": Work(flops=1e9), "dispatch": Work(wire_bytes=2.4e6), "optimizer": Work(memory_bytes=1.75e6)}
+    work = {
+        "experts": RegionWork(flops=1e9),
+        "dispatch": RegionWork(wire_bytes=2.4e6),
+        "optimizer": RegionWork(memory_bytes=1.75e6),
+    }
     return TracedRun("<small> on 1 x GPU", work, 2e9, 4096, find_hardware(hardware_name), TracedSteps(4, "launched"))
 
 

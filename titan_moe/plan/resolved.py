@@ -22,7 +22,7 @@ from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline import weight_grads
 from titan_moe.plan.pipeline.action import Action, Pair
-from titan_moe.plan.pipeline.parts import Part, offload_of_stages, parts_of
+from titan_moe.plan.pipeline.parts import RankPart, offload_of_stages, parts_of
 from titan_moe.plan.pipeline.schedules import actions_of_recipe
 from titan_moe.plan.pipeline.slabs import ArenaSlabs, arena_slabs
 from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of
@@ -119,7 +119,7 @@ class Resolved:
         return actions_of_recipe(self.recipe.parallel, self.num_microbatches)
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[RankPart, ...]:
         """The parts of all pipeline ranks."""
         return tuple(parts_of(self.recipe, self.world_size))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from titan_moe.plan.choice.hardware import Hardware
-from titan_moe.plan.cost.roofline import Work
+from titan_moe.plan.cost.roofline import RegionWork
 from titan_moe.profile.attribution import OTHER
 from titan_moe.profile.breakdown import Breakdown, KernelTime, PartTime, break_down, top_kernels
 from titan_moe.profile.chart import PALETTE, area_curve, stacked_bar
@@ -78,7 +78,7 @@ class TracedRun:
 
     title: str
     """Model, ranks, device."""
-    work: dict[str, Work]
+    work: dict[str, RegionWork]
     """Part -> the work of a rank in a step."""
     model_flops: float
     """Model FLOPs of a rank in a step, as counted by MFU."""
@@ -158,7 +158,7 @@ def _parts(result: Breakdown, run: TracedRun) -> str:
         communication = f"{time.communication_ms:.3f} ({time.exposed_ms:.3f})" if time.communication_ms else ""
         share = f"{100 * time.total_ms / result.step_ms:.1f} %"
         row = [TITLES.get(part, part), f"{time.forward_ms:.3f}", f"{time.backward_ms:.3f}", communication, share]
-        rows.append([*row, *_compare_with_roofline(run.work.get(part, Work()), time, run.hardware)])
+        rows.append([*row, *_compare_with_roofline(run.work.get(part, RegionWork()), time, run.hardware)])
     note = (
         "Work is the minimum of a step: FLOPs of forward and backward without recomputation, bytes of AdamW, bytes "
         "received from other ranks. The roofline is the time for it at the device's peak. Backward includes "
@@ -173,7 +173,7 @@ def _parts(result: Breakdown, run: TracedRun) -> str:
     return f'<h2>Parts</h2>{table(header, rows)}<p class="note">{note}</p>'
 
 
-def _compare_with_roofline(work: Work, time: PartTime, hardware: Hardware | None) -> tuple[str, ...]:
+def _compare_with_roofline(work: RegionWork, time: PartTime, hardware: Hardware | None) -> tuple[str, ...]:
     """Work, achieved speed and, for a device with known peaks, the roofline and the ratio to it."""
     compute_ms = time.forward_ms + time.backward_ms
     if work.flops:

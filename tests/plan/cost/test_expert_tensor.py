@@ -22,7 +22,7 @@ from titan_moe.plan.cost.memory import (
 )
 from titan_moe.plan.cost.peak import activation_bytes_per_rank
 from titan_moe.plan.cost.roofline import sharding_bytes, step_work
-from titan_moe.plan.pipeline.parts import Part
+from titan_moe.plan.pipeline.parts import RankPart
 from titan_moe.plan.resolved import Resolved
 
 QWEN3 = Path(__file__).parents[3] / "recipes" / "qwen3_30b_a3b.toml"
@@ -104,7 +104,7 @@ def test_etp_parts_of_experts_are_what_fsdp_gathers() -> None:
     parallel = ("--parallel.dispatcher=alltoall", "--parallel.overlap=none")
     split = load_recipe(QWEN3, [*parallel, "--parallel.ep=2", "--parallel.etp=2"])
     whole = load_recipe(QWEN3, [*parallel, "--parallel.ep=4"])
-    assert sharding_bytes(Part(split, 8)) == sharding_bytes(Part(whole, 8)) > 0
+    assert sharding_bytes(RankPart(split, 8)) == sharding_bytes(RankPart(whole, 8)) > 0
 
 
 def test_etp_parts_of_experts_have_a_format_if_their_width_fits() -> None:

@@ -25,7 +25,7 @@ from titan_moe.plan.cost.count import count_parameters
 from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.cost.replicated_grads import copied_bytes, flat_copy_bytes, received_bytes, replicated_elements
 from titan_moe.plan.cost.roofline import sharding_bytes, step_work
-from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.parts import RankPart, parts_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=16, qk_norm=True, qkv_bias=True, out_bias=True, sinks=True)
@@ -112,16 +112,16 @@ def test_bytes_equal_the_messages_of_a_step(ranks: Any, parallel: ParallelConfig
 
 def test_a_larger_gradient_is_a_message_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicated_grads, "MESSAGE_ELEMENTS", 300)
-    assert flat_copy_bytes(Part(recipe_of(ParallelConfig(tp=2)), 4)) == 8 * 300
+    assert flat_copy_bytes(RankPart(recipe_of(ParallelConfig(tp=2)), 4)) == 8 * 300
     shared = replace(recipe_of(ParallelConfig(tp=2)), model=SPLIT_MODELS["a shared key/value head"])
-    assert flat_copy_bytes(Part(shared, 4)) == 8 * (8 + 2) * 16 * 32 / 2, "the projection, over two shards"
+    assert flat_copy_bytes(RankPart(shared, 4)) == 8 * (8 + 2) * 16 * 32 / 2, "the projection, over two shards"
 
 
 @pytest.mark.parametrize("reduce", ["bf16", "fp32"])
 def test_the_step_has_the_sum(reduce: Any) -> None:
     """Wire, copies and the third peak of memory."""
     qwen = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.tp=4", f"--precision.reduce={reduce}"])
-    part, m, size = Part(qwen, 8), qwen.model, {"bf16": 2, "fp32": 4}[reduce]
+    part, m, size = RankPart(qwen, 8), qwen.model, {"bf16": 2, "fp32": 4}[reduce]
     norms, routers = (2 * 48 + 1) * 2048 + 48 * 2 * 128, 48 * 128 * 2048
     assert (m.num_layers, m.hidden_size, m.moe.num_experts, m.attention.head_dim) == (48, 2048, 128, 128)
     number = (norms + routers) / 2  # two shards
@@ -137,7 +137,7 @@ def test_the_copy_is_in_the_peak_where_it_is_largest() -> None:
     """After the last backward activations and gathered parameters are gone: few tokens, wide latent projections."""
     model = replace(MODEL, vocab_size=8, moe=replace(MOE, num_experts=2, ffn_hidden_size=2, latent_size=4096))
     small = replace(recipe_of(ParallelConfig(tp=2)), model=model, run=RunConfig(device="cuda"))
-    part = Part(replace(small, train=replace(small.train, seq_len_tokens=2)), 2)
+    part = RankPart(replace(small, train=replace(small.train, seq_len_tokens=2)), 2)
     copy = flat_copy_bytes(part)
     assert copy > 8 * 2 * 2 * 32 * 4096
     with mock.patch("titan_moe.plan.cost.peak.flat_copy_bytes", lambda part: 2 * copy):

@@ -15,8 +15,8 @@ from titan_moe.config.train import TrainConfig
 from titan_moe.plan.choice.hardware import find_hardware
 from titan_moe.plan.cost.count import training_flops_per_token
 from titan_moe.plan.cost.links import rows_sent
-from titan_moe.plan.cost.roofline import Work, sharding_bytes, step_work
-from titan_moe.plan.pipeline.parts import Part
+from titan_moe.plan.cost.roofline import RegionWork, sharding_bytes, step_work
+from titan_moe.plan.pipeline.parts import RankPart
 from titan_moe.plan.resolved import Resolved
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -94,11 +94,11 @@ def test_roofline_sharding_bytes(parallel: ParallelConfig, expected: float, monk
     num_ranks = parallel.dp_shard * parallel.dp_replicate
     train = TrainConfig(global_batch_sequences=2 * num_ranks, micro_batch_sequences=1)
     recipe = Recipe(model=ModelConfig(name="sharding"), parallel=parallel, train=train)
-    assert sharding_bytes(Part(recipe, num_ranks)) == pytest.approx(expected)
+    assert sharding_bytes(RankPart(recipe, num_ranks)) == pytest.approx(expected)
     once = replace(parallel, accumulate_unsharded=True, reshard_after_forward=True, reshard_experts_after_forward=True)
     kept = replace(parallel, reshard_after_forward=False, reshard_experts_after_forward=False)
-    of_two = sharding_bytes(Part(replace(recipe, parallel=kept), num_ranks))
-    assert sharding_bytes(Part(replace(recipe, parallel=once), num_ranks)) == pytest.approx(of_two / 2)
+    of_two = sharding_bytes(RankPart(replace(recipe, parallel=kept), num_ranks))
+    assert sharding_bytes(RankPart(replace(recipe, parallel=once), num_ranks)) == pytest.approx(of_two / 2)
 
 
 GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16)
@@ -133,6 +133,6 @@ def test_roofline_bytes_between_context_parallel_ranks(
 def test_roofline_time_is_of_the_scarcest_resource() -> None:
     h200 = find_hardware("NVIDIA H200")
     assert h200 is not None
-    assert Work(flops=989e9).floor_ms(h200) == pytest.approx(1.0)
-    assert Work(flops=989e9, memory_bytes=9.6e9).floor_ms(h200) == pytest.approx(2.0)
-    assert Work(flops=989e9, wire_bytes=1.35e9).floor_ms(h200) == pytest.approx(3.0)
+    assert RegionWork(flops=989e9).floor_ms(h200) == pytest.approx(1.0)
+    assert RegionWork(flops=989e9, memory_bytes=9.6e9).floor_ms(h200) == pytest.approx(2.0)
+    assert RegionWork(flops=989e9, wire_bytes=1.35e9).floor_ms(h200) == pytest.approx(3.0)

@@ -11,7 +11,7 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import microbatch_tokens, num_microbatches
 from titan_moe.plan.cost.memory import experts_per_rank
-from titan_moe.plan.pipeline.parts import Part
+from titan_moe.plan.pipeline.parts import RankPart
 
 FRAGMENTATION = 0.02
 """Of the bytes of the computing stream at their peak, what is free between its tensors (tools/results/parallel.md)."""
@@ -24,7 +24,7 @@ class Group(NamedTuple):
     num_ranks: int
 
 
-def gathering_bytes(part: Part) -> float:
+def gathering_bytes(part: RankPart) -> float:
     """The bytes of a pool on the stream that gathers: parameters of two groups, one after the other, and the rank's own
     share of one. On one rank FSDP copies parameters on the computing stream."""
     compute = BYTES_OF_DTYPE[part.recipe.precision.compute]
@@ -41,7 +41,7 @@ def _gathered_elements(one: Group, other: Group) -> float:
     return sum(wholes) + max(shares)
 
 
-def reduced_bytes(part: Part) -> float:
+def reduced_bytes(part: RankPart) -> float:
     """The bytes of a rank's shards of gradients, which FSDP reduces. Those of unsharded experts are added up by the
     computing stream."""
     sizes = resolve(part.recipe.parallel, part.world_size)
@@ -51,7 +51,7 @@ def reduced_bytes(part: Part) -> float:
     return shards * BYTES_OF_DTYPE[part.recipe.precision.gradients_dtype]
 
 
-def reducing_bytes(part: Part) -> float:
+def reducing_bytes(part: RankPart) -> float:
     """The bytes of a pool on the stream that reduces: the shards of gradients, and those of the largest group beside
     the sum of the microbatches before."""
     recipe = part.recipe
@@ -60,13 +60,13 @@ def reducing_bytes(part: Part) -> float:
     return reduced_bytes(part) + (0.0 if is_once else largest * BYTES_OF_DTYPE[recipe.precision.reduce])
 
 
-def message_bytes(part: Part) -> float:
+def message_bytes(part: RankPart) -> float:
     """The bytes of buffers of messages to and from other ranks, beside the activations in flight."""
     elements = microbatch_tokens(part.recipe) * part.recipe.model.hidden_size
     return part.num_messages * elements * BYTES_OF_DTYPE[part.recipe.precision.compute]
 
 
-def _pairs_of(part: Part) -> list[tuple[Group, Group]]:
+def _pairs_of(part: RankPart) -> list[tuple[Group, Group]]:
     """Groups of a rank's parameters that FSDP gathers one after the other: embedding and head, in a pipeline the larger
     one, then the first block; a block, then its experts, if they are sharded; and where dense blocks meet others."""
     model, count = part.recipe.model, part.count

@@ -1,7 +1,7 @@
 """GPU memory of a run without its activations.
 
-Functions that take a `Part` count one pipeline rank. Functions that take only a recipe count all of its layers; pass
-`Part.recipe` for those of one pipeline rank.
+Functions that take a `RankPart` count one pipeline rank. Functions that take only a recipe count all of its layers;
+pass `RankPart.recipe` for those of one pipeline rank.
 """
 
 from titan_moe.config.clones import num_clones
@@ -14,7 +14,7 @@ from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.config.recompute import recompute_of
 from titan_moe.plan.cost.loads import layer_loads
-from titan_moe.plan.pipeline.parts import Part
+from titan_moe.plan.pipeline.parts import RankPart
 from titan_moe.plan.pipeline.slabs import ArenaSlabs
 
 SCALE_BYTES = 16
@@ -23,7 +23,7 @@ GATHERS_FROM = 2048
 """Hidden width of experts from which slots are copied before weight gradients (kernels/experts/passes.py)."""
 
 
-def state_bytes(part: Part) -> int:
+def state_bytes(part: RankPart) -> int:
     """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run, without those
     that rest on the host."""
     precision = part.recipe.precision
@@ -31,7 +31,7 @@ def state_bytes(part: Part) -> int:
     return round(parameters_of(part) * kept) - parked_bytes(part)
 
 
-def parked_bytes(part: Part) -> int:
+def parked_bytes(part: RankPart) -> int:
     """Count the bytes of a rank's states that rest on the host between optimizer steps."""
     return round(parameters_of(part) * _parked_bytes_of_a_parameter(part.recipe))
 
@@ -45,7 +45,7 @@ def _parked_bytes_of_a_parameter(recipe: Recipe) -> float:
     return parked[recipe.memory.park]
 
 
-def window_bytes(part: Part) -> float:
+def window_bytes(part: RankPart) -> float:
     """Bytes of the parked states that are on the GPU at a time, while the optimizer steps: two chunks, or the two
     largest shards."""
     recipe, sizes = part.recipe, resolve(part.recipe.parallel, part.world_size)
@@ -55,7 +55,7 @@ def window_bytes(part: Part) -> float:
     return 2 * max(min(PARKED_CHUNK_BYTES, parked_bytes(part) / 2), largest) if largest else 0.0
 
 
-def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
+def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state.
 
     With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
@@ -181,7 +181,7 @@ def _clone_bytes(recipe: Recipe) -> int:
     return num_cloned * _part_of_an_expert(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
-def parameters_of(part: Part) -> float:
+def parameters_of(part: RankPart) -> float:
     """Count the parameters of a rank's shards; gradients and moments are sharded alike.
 
     Dense parameters are sharded over tp, dp_shard and cp; experts over ep and etp, and inside these over edp. Replicas

@@ -6,7 +6,7 @@ from titan_moe.config.modules import modules_of
 from titan_moe.config.offload import offload_of
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, microbatch_tokens, num_microbatches
-from titan_moe.plan.pipeline.parts import LAYERS_UNDER_WAY, Part
+from titan_moe.plan.pipeline.parts import LAYERS_UNDER_WAY, RankPart
 
 
 def sent_bytes(recipe: Recipe) -> list[int]:
@@ -19,12 +19,12 @@ def sent_bytes(recipe: Recipe) -> list[int]:
     return [round(size * sum(it.sent_with(names[layer]) for it in modules if it.is_in(layer))) for layer in layers]
 
 
-def host_bytes(part: Part) -> int:
+def host_bytes(part: RankPart) -> int:
     """The bytes of the host that a rank takes, for all microbatches in flight."""
     return math.ceil(part.num_in_flight * sum(sent_bytes(part.recipe)))
 
 
-def copied_bytes(part: Part) -> int:
+def copied_bytes(part: RankPart) -> int:
     """The bytes that a rank copies in a step, in each direction."""
     number = num_microbatches(part.run or part.recipe, part.world_size)
     return number * sum(sent_bytes(part.recipe))

@@ -42,14 +42,14 @@ from titan_moe.plan.cost.memory import (
 )
 from titan_moe.plan.cost.offload import sent_bytes
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes
-from titan_moe.plan.pipeline.parts import LAYERS_UNDER_WAY, Part
+from titan_moe.plan.pipeline.parts import LAYERS_UNDER_WAY, RankPart
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 
 CHOICE_BYTES = 4
 """Of a token's choice of an expert, which a recomputed block keeps (layers/choice.py)."""
 
 
-def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> int:
+def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -> int:
     """Estimate the peak of a rank in bytes, with this implementation of the experts. If the capacity is "auto",
     `capacity_factor` is that of the load, with its margin."""
     recipe, p, count = part.recipe, part.recipe.precision, part.count
@@ -92,7 +92,7 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     return round(state + arena + (1 + FRAGMENTATION) * on_main_stream + on_others)
 
 
-def graph_bytes(part: Part, capacity_factor: float = 1.0, experts: str = "fused") -> int:
+def graph_bytes(part: RankPart, capacity_factor: float = 1.0, experts: str = "fused") -> int:
     """Estimate by how much the CUDA graph of a recipe raises the peak of a pipeline rank; 0 without one. With an arena,
     which lies outside the graph's pool, this is the same for all factors."""
     launched = replace(part.recipe, compile=replace(part.recipe.compile, cudagraph="off"))
@@ -100,7 +100,7 @@ def graph_bytes(part: Part, capacity_factor: float = 1.0, experts: str = "fused"
     return whole - alone
 
 
-def _num_kept(part: Part, experts: str) -> float:
+def _num_kept(part: RankPart, experts: str) -> float:
     """How many microbatches have kept their activations. A backward without weight gradients frees them, unless delayed
     ones need them."""
     if part.num_in_flight == part.num_before_backward:
@@ -132,7 +132,7 @@ def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     return kept - sum(sent_bytes(recipe))
 
 
-def _delayed_bytes(part: Part, capacity_factor: float, experts: str) -> int:
+def _delayed_bytes(part: RankPart, capacity_factor: float, experts: str) -> int:
     """The bytes by which a microbatch that waits for weight gradients of experts keeps more than one before backward,
     beside the arena: gradients of results and of activations, less what attention, routers and shared experts kept, if
     they delay nothing themselves."""

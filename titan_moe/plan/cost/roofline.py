@@ -18,14 +18,14 @@ from titan_moe.plan.cost import replicated_grads
 from titan_moe.plan.cost.count import attention_core_flops_per_token
 from titan_moe.plan.cost.links import rows_sent
 from titan_moe.plan.cost.memory import experts_per_rank, parameters_of
-from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.parts import RankPart, parts_of
 
 FORWARD_AND_BACKWARD = 6
 """FLOPs of a multiply-add with a weight: two forward, two for each gradient."""
 
 
 @dataclass(frozen=True)
-class Work:
+class RegionWork:
     """The work of a part in one optimizer step on one rank."""
 
     flops: float = 0.0
@@ -42,7 +42,7 @@ class Work:
         return 1e3 * max(seconds)
 
 
-def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Work]:
+def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, RegionWork]:
     """The work of each part where it is known, by the names of the trace's regions; of a pipeline on one of its
     ranks."""
     part = parts_of(recipe, world_size)[pp_rank]
@@ -55,24 +55,24 @@ def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Wo
     for module in part.count.modules:
         flops[module.region] += FORWARD_AND_BACKWARD * num_tokens * module.number * module.multiply_adds
     flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
-    work = {part: Work(flops=count) for part, count in flops.items()}
-    work["attention"] = Work(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
+    work = {part: RegionWork(flops=count) for part, count in flops.items()}
+    work["attention"] = RegionWork(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
     row_bytes = m.expert_width * BYTES_OF_DTYPE[recipe.precision.compute]
     # 2: the gradient of a row is sent too
     rows, etp = 2 * m.num_moe_layers * num_tokens * row_bytes, recipe.parallel.etp
     gathered = rows * (etp - 1)  # those of an etp group; as many results are reduce-scattered
     moved = rows * etp * rows_sent(recipe, world_size).all
     if recipe.parallel.overlap == "tile":  # the experts' GEMMs move the rows
-        work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
+        work["experts"] = RegionWork(flops=flops["experts"], wire_bytes=2 * moved)
         moved = 0.0
-    work["dispatch"] = work["combine"] = Work(wire_bytes=gathered + moved)
+    work["dispatch"] = work["combine"] = RegionWork(wire_bytes=gathered + moved)
     work["clip"], work["optimizer"] = update_work(part)
     sharding = sharding_bytes(part) + replicated_grads.received_bytes(part)
-    work["sharding"] = Work(memory_bytes=replicated_grads.copied_bytes(part), wire_bytes=sharding)
-    return {part: done for part, done in work.items() if done != Work()}
+    work["sharding"] = RegionWork(memory_bytes=replicated_grads.copied_bytes(part), wire_bytes=sharding)
+    return {part: done for part, done in work.items() if done != RegionWork()}
 
 
-def update_work(part: Part) -> tuple[Work, Work]:
+def update_work(part: RankPart) -> tuple[RegionWork, RegionWork]:
     """The work of norm and clipping, and of AdamW: passes over memory.
 
     The norm reads the gradients. Clipping reads and writes them, unless the optimizer's kernel clips. AdamW reads
@@ -81,8 +81,8 @@ def update_work(part: Part) -> tuple[Work, Work]:
     recipe, held, precision = part.recipe, parameters_of(part), part.recipe.precision
     master, gradient = BYTES_OF_DTYPE[precision.master], BYTES_OF_DTYPE[precision.gradients_dtype]
     clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
-    clip = Work(memory_bytes=held * gradient * (3 if clips_in_a_pass else 1))
-    return clip, Work(memory_bytes=held * (2 * master + gradient + 2 * precision.bytes_of_moments))
+    clip = RegionWork(memory_bytes=held * gradient * (3 if clips_in_a_pass else 1))
+    return clip, RegionWork(memory_bytes=held * (2 * master + gradient + 2 * precision.bytes_of_moments))
 
 
 def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
@@ -97,7 +97,7 @@ def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
     return num_tokens * sum(module.number * module.received for module in modules) * both_ways
 
 
-def sharding_bytes(part: Part) -> float:
+def sharding_bytes(part: RankPart) -> float:
     """Count the bytes that FSDP sends a rank in a step: gathered parameters, reduced gradients, sums over replicas.
 
     Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its

@@ -24,7 +24,7 @@ LAYERS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """The part of a run on one pipeline rank; without a pipeline the whole run."""
 
     recipe: Recipe
@@ -62,16 +62,16 @@ class Part:
         return ParameterCount(tuple(module for module in modules if module.path not in lacks))
 
 
-def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
+def parts_of(recipe: Recipe, world_size: int) -> list[RankPart]:
     """The parts of all pipeline ranks."""
     p = recipe.parallel
     if p.pp == 1:
-        return [Part(recipe, world_size)]
+        return [RankPart(recipe, world_size)]
     stages = stages_of(recipe)
     return [_part(recipe, world_size, rank, {at: stages[at] for at in stages_of_rank(rank, p)}) for rank in range(p.pp)]
 
 
-def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Iterable[str]]) -> Part:
+def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Iterable[str]]) -> RankPart:
     """The part of a pipeline rank with these stages."""
     p, model, names = recipe.parallel, recipe.model, [name for stage in stages.values() for name in stage]
     layers, moe_layers = _layers(names), model.moe_layers
@@ -89,7 +89,7 @@ def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Itera
     with_rows = {at: len(set(own) - again.of("experts")) for at, own in of_stages.items()}
     with_hidden = {at: len(set(own) - again.of("experts", "moe_act")) for at, own in of_stages.items()}
     of_precision, of_memory = _precision_of(recipe, layers), _memory_of(recipe, layers)
-    return Part(
+    return RankPart(
         replace(recipe, model=model.with_layers(layers), precision=of_precision, memory=of_memory),
         world_size,
         "embed" in names,
