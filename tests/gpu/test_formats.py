@@ -66,6 +66,7 @@ def test_captured_steps_learn_as_eager_ones(
         # at the recipe's 3e-3, runs that differ in a last digit soon differ by more
         quiet = (
             "--optim.lr=1e-3",
+            "--model.moe.ffn_hidden_size=512",
             "--precision.only_where_faster=false",
             "--metrics.every_steps=1",
             "--metrics.sample_tokens=0",
