@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from titan_moe.checkpoint.hf_names.families import FAMILIES
+from titan_moe.checkpoint.hf_names.families import FAMILIES, family_for, family_of
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "rms_norm_eps": 1e-5}
@@ -63,6 +63,35 @@ def test_a_scale_of_attention_that_is_the_usual_one_has_words_everywhere() -> No
     assert FAMILIES["qwen3_moe"].write(usual)["head_dim"] == 64
     granite = FAMILIES["granitemoe"].write(replace(usual, attention=AttentionConfig(head_dim=64)))
     assert granite["attention_multiplier"] == 0.125
+
+
+def test_gpt_oss_is_stretched_where_config_json_does_not_say_it() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    assumed = transformers.GptOssConfig().rope_parameters
+    sizes = SIZES | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 8}
+    for silent in ({}, {"rope_scaling": None, "rope_parameters": None}):
+        model, settings = FAMILIES["gpt_oss"].read(sizes | silent)
+        assert model == FAMILIES["gpt_oss"].read(sizes | {"rope_parameters": assumed})[0]
+        assert model.attention.yarn_factor == settings.assumed["rope_parameters"]["factor"] == 32.0
+    plain = FAMILIES["gpt_oss"].read(sizes | {"rope_scaling": {"rope_type": "default"}})[0]
+    assert plain.attention.yarn_factor == 1.0
+
+
+def test_a_dense_model_has_no_shared_experts() -> None:
+    dense = replace(MODEL, moe=MoEConfig(0, ffn_hidden_size=0))
+    with pytest.raises(ValueError, match="no family of Hugging Face"):
+        family_for(dense)
+    with pytest.raises(ValueError, match="is no multiple of model.moe.ffn_hidden_size = 16"):
+        FAMILIES["ernie4_5_moe"].write(replace(MODEL, moe=MoEConfig(4, ffn_hidden_size=16, shared_ffn_hidden_size=24)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "block"),
+    [("qwen3_5_moe_text", "gated delta rule"), ("jamba", "Mamba blocks"), ("lfm2_moe", "convo")],
+)
+def test_a_family_of_other_blocks_is_refused_by_the_block(model_type: str, block: str) -> None:
+    with pytest.raises(ValueError, match=rf"model_type = '{model_type}' in config.json has .*{block}.* not built here"):
+        family_of({"model_type": model_type})
 
 
 def test_a_wrong_number_of_layers_is_no_endless_loop() -> None:

@@ -38,6 +38,7 @@ EVEN = {"hidden_size": 72, "num_attention_heads": 12, "num_key_value_heads": 6, 
 NUMBERS = {
     "deepseek_v3": {},
     "gpt_oss": {"num_local_experts": 6},
+    "minimax_m2": {"num_local_experts": 6},
     "granitemoeshared": {"num_local_experts": 6},
     "ernie4_5_moe": {"moe_num_experts": 6},
 }

@@ -69,6 +69,7 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("MiniMaxM2", GQA | {"head_dim": 10, "rotary_dim": 4}),
     "hunyuan_v1_moe": ("HunYuanMoEV1", HUNYUAN | {"rope_parameters": STRETCHED}),
     "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss-without_yarn": ("GptOss", GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "deepseek_v3": ("DeepseekV3", MLA | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
 }
 

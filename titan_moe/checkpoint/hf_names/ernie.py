@@ -11,6 +11,7 @@ from titan_moe.checkpoint.hf_names.parts import (
     dense_width,
     moe_step,
     num_leading,
+    num_shared,
 )
 from titan_moe.config.model import ModelConfig
 
@@ -40,10 +41,6 @@ def _read_shared(settings: Settings) -> Values:
     return {"moe.shared_ffn_hidden_size": number * width}
 
 
-def _write_shared(model: ModelConfig) -> Values:
-    return {"moe_num_shared_experts": model.moe.shared_ffn_hidden_size // model.moe.ffn_hidden_size}
-
-
 BIAS = names.Fused("mlp.moe_statics.e_score_correction_bias", "e", ("", "e"))
 SHARED_NAMES = names.mlp("feed_forward.shared_experts", "mlp.shared_experts")
 ERNIE4_5_MOE = Family(
@@ -63,7 +60,12 @@ ERNIE4_5_MOE = Family(
     defaults=DEFAULTS
     | {"head_dim": None, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
-    parts=(HEAD_DIM, ROPE, Part(_read_interval, _write_interval), Part(_read_shared, _write_shared)),
+    parts=(
+        HEAD_DIM,
+        ROPE,
+        Part(_read_interval, _write_interval),
+        Part(_read_shared, lambda model: {"moe_num_shared_experts": num_shared(model)}),
+    ),
     not_built={"mtp": lambda model: "model.mtp_"},
     without={"mtp": {"num_nextn_predict_layers": 0}},
 )

@@ -10,6 +10,7 @@ from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
 from titan_moe.checkpoint.hf_names.gpt_oss import GPT_OSS
 from titan_moe.checkpoint.hf_names.gqa_families import GLM4_MOE, HUNYUAN_V1_MOE, MINIMAX_M2, OLMOE
 from titan_moe.checkpoint.hf_names.granite import GRANITE_MOE, GRANITE_MOE_SHARED
+from titan_moe.checkpoint.hf_names.other_blocks import OTHER_BLOCKS
 from titan_moe.checkpoint.hf_names.parts import (
     COMMON,
     DEFAULTS,
@@ -223,6 +224,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     classes = config.get("architectures") or []
     by_class = [family for family in FAMILIES.values() if family.architecture in classes]
     found = by_class[0] if by_class else FAMILIES.get(config.get("model_type", ""))
+    if found is None and (block := OTHER_BLOCKS.get(str(config.get("model_type", "")).removesuffix("_text"))):
+        raise ValueError(f"model_type = {config['model_type']!r} in config.json has {block}, which is not built here")
     if found is None:
         raise ValueError(
             f"config.json has model_type = {config.get('model_type')!r} and architectures = {classes}; families that "

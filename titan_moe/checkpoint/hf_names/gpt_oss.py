@@ -3,8 +3,19 @@
 from titan_moe.checkpoint.hf_names import names
 from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
 from titan_moe.checkpoint.hf_names.names import Fused, NotOnDisk, one
-from titan_moe.checkpoint.hf_names.parts import ROPE, ROPE_DEFAULTS
+from titan_moe.checkpoint.hf_names.parts import ROPE, ROPE_DEFAULTS, read_rope
 from titan_moe.config.model import ModelConfig
+
+YARN: Values = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 4096}
+"""What the family takes where a config.json says nothing of a rotary embedding."""
+
+
+def _write_rope(model: ModelConfig) -> Values:
+    """In both forms, a plain one too: without a word of it, it would be YaRN."""
+    values: Values = {"rope_scaling": {"rope_type": "default"}, **ROPE.write(model)}
+    return values | {"rope_parameters": {**values["rope_scaling"], "rope_theta": values["rope_theta"]}}
+
 
 PATTERN = ("sliding_attention", "full_attention")
 
@@ -84,5 +95,5 @@ GPT_OSS = Family(
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
-    parts=(ROPE, Part(_read_windows, _write_windows)),
+    parts=(Part(lambda settings: read_rope(settings, YARN), _write_rope), Part(_read_windows, _write_windows)),
 )

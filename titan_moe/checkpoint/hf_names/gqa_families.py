@@ -122,7 +122,8 @@ def _read_hunyuan(settings: Settings) -> Values:
 
 def _write_hunyuan(model: ModelConfig) -> Values:
     moe = model.moe
-    return {"num_experts": moe.num_experts, "moe_topk": moe.top_k, "intermediate_size": moe.ffn_hidden_size}
+    values: Values = {"num_experts": moe.num_experts, "moe_topk": moe.top_k, "num_shared_expert": 1}
+    return values | dict.fromkeys(("intermediate_size", "moe_intermediate_size"), moe.ffn_hidden_size)
 
 
 def _read_stretched_rope(settings: Settings) -> Values:

@@ -40,5 +40,5 @@ GRANITE_MOE_SHARED = replace(
             "feed_forward.shared_experts.down.weight": names.one("shared_mlp.output_linear.weight"),
         }
     ),
-    defaults={**GRANITE_MOE.defaults, "shared_intermediate_size": 1024},
+    defaults={**GRANITE_MOE.defaults, "shared_intermediate_size": 0},
 )

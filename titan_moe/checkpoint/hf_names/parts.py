@@ -1,6 +1,6 @@
 """What config.json of several families says alike: sizes, rotary embedding, windows, dense layers, shared experts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titan_moe.checkpoint.hf_names.family import Part, Settings, Values
@@ -36,16 +36,19 @@ ROPE_NEUTRAL = {"attention_factor": None}
 """Keys of a rotary embedding with the only value that is built."""
 
 
-def _read_rope(settings: Settings) -> Values:
-    values = _read_partial_rope(settings)
+def read_rope(settings: Settings, if_missing: Mapping[str, Any] | None = None) -> Values:
+    """`if_missing` is what a config.json without a word of a rotary embedding means; by default a plain one."""
+    values = _read_partial_rope(settings, if_missing)
     if (share := values.pop("attention.partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"partial_rotary_factor = {share!r} in config.json: of this family only 1.0 is built here")
     return values
 
 
-def _read_partial_rope(settings: Settings) -> Values:
+def _read_partial_rope(settings: Settings, if_missing: Mapping[str, Any] | None = None) -> Values:
     """Both forms: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
     parameters: dict[str, Any] = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
+    if if_missing and not parameters and settings["rope_parameters"] is None:
+        parameters, settings.assumed["rope_parameters"] = dict(if_missing), if_missing
     theta = parameters.pop("rope_theta", None) or settings["rope_theta"]
     kind = parameters.pop("rope_type", None) or parameters.get("type", "default")
     parameters.pop("type", None)
@@ -65,7 +68,8 @@ def _read_partial_rope(settings: Settings) -> Values:
         raise ValueError(f"{', '.join(sorted(unknown))} of yarn in config.json are not built here")
     if bool(parameters.get("mscale")) != bool(parameters.get("mscale_all_dim")):
         raise ValueError("config.json has one of mscale and mscale_all_dim of yarn; both or none are built here")
-    parameters.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
+    if "original_max_position_embeddings" not in parameters:
+        parameters["original_max_position_embeddings"] = settings["max_position_embeddings"]
     kept = {key: value for key, value in parameters.items() if value is not None}
     return values | {f"attention.{YARN[key]}": type_of(key)(value) for key, value in kept.items()}
 
@@ -88,7 +92,7 @@ def _write_rope(model: ModelConfig) -> Values:
     return values
 
 
-ROPE = Part(_read_rope, _write_rope)
+ROPE = Part(read_rope, _write_rope)
 PARTIAL_ROPE = Part(
     _read_partial_rope,
     lambda model: _write_rope(model) | {"partial_rotary_factor": model.attention.partial_rotary_factor},
@@ -197,18 +201,19 @@ def _read_shared(settings: Settings) -> Values:
     return {"moe.shared_ffn_hidden_size": (settings["n_shared_experts"] or 0) * settings["moe_intermediate_size"]}
 
 
-def _write_shared(model: ModelConfig) -> Values:
-    number, rest = divmod(model.moe.shared_ffn_hidden_size, model.moe.ffn_hidden_size)
+def num_shared(model: ModelConfig) -> int:
+    """The number of shared experts, each as wide as a routed one; a dense model has none."""
+    width = model.moe.ffn_hidden_size
+    number, rest = divmod(model.moe.shared_ffn_hidden_size, max(width, 1))
     if rest:
-        width = model.moe.ffn_hidden_size
         raise ValueError(
             f"model.moe.shared_ffn_hidden_size = {model.moe.shared_ffn_hidden_size} is no multiple of "
             f"model.moe.ffn_hidden_size = {width}, as shared experts of this family are"
         )
-    return {"n_shared_experts": number}
+    return number
 
 
-SHARED = Part(_read_shared, _write_shared)
+SHARED = Part(_read_shared, lambda model: {"n_shared_experts": num_shared(model)})
 """Shared experts, each as wide as a routed one."""
 GROUPS = Part(
     lambda settings: {
