@@ -16,16 +16,20 @@ def kept_steps(folders: CheckpointFolders, config: CheckpointConfig) -> set[int]
 
 
 def _best(folders: CheckpointFolders, steps: list[int]) -> Iterator[int]:
-    """The step with the lowest validation loss, the first of equal ones, and those whose loss cannot be read now."""
-    lowest, best = inf, None
+    """The step with the lowest validation loss, the first of equal ones, and those whose loss cannot be read now.
+
+    Losses on other data say nothing of each other: where a run has gone on with changed data, each data has its best.
+    """
+    lowest: dict[str, float] = {}
+    best: dict[str, int] = {}
     for step in steps:
         try:
             manifest = read_manifest(folders.path(step))
         except (OSError, ValueError):  # it may be the best one
             yield step
             continue
-        loss = None if manifest is None else manifest.validation_loss
-        if loss is not None and isfinite(loss) and loss < lowest:
-            lowest, best = loss, step
-    if best is not None:
-        yield best
+        if manifest is None or (loss := manifest.validation_loss) is None or not isfinite(loss):
+            continue
+        if loss < lowest.get(manifest.data, inf):
+            lowest[manifest.data], best[manifest.data] = loss, step
+    yield from best.values()

@@ -194,7 +194,8 @@ class CheckpointConfig:
     keep_best: bool = False
     """Keep the checkpoint with the lowest validation loss too, beside `keep_latest`. The loss is in its manifest, so it
     is known after a resume. A save without a validation after the same step, as after a signal, is never the best one.
-    If `validation.num_sequences` changes in a run, losses before and after are compared all the same."""
+    If `validation.num_sequences` changes in a run, losses before and after are compared all the same; after a change of
+    the data they are not, and the best checkpoint of the earlier data is kept beside."""
     keep_every_steps: int = 0
     """Never delete the checkpoints whose step is a multiple of this number, beside `keep_latest`; 0 keeps none of them.
     A multiple of `every_steps`."""
