@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from titan_moe.arguments import command_line
-from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.explain import explain, list_fields, recipe_with_explanations
 from titan_moe.config.nearest import nearest_key
@@ -114,7 +113,7 @@ def _command(argv: Sequence[str]) -> int:
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
-    except (RecipeError, HuggingFaceError) as error:
+    except RecipeError as error:
         record_failure(error)  # for the launcher, if this is one of its ranks
         _print_problems(error.problems)
         return EXIT_BAD_RECIPE
@@ -156,15 +155,12 @@ def _convert(args: argparse.Namespace) -> int:
 def _convert_here(args: argparse.Namespace) -> None:
     """Import, export or average, or the part of this process in that."""
     skipped: dict[str, list[str]] = {}
-    try:
-        if args.verb == "average":
-            return average(args.checkpoints, args.out)
-        if args.verb == "export":
-            export_hf(args.checkpoint, args.folder, args.dtype)
-        else:
-            skipped = import_hf(args.folder, args.checkpoint, args.skip)
-    except OSError as error:
-        raise RecipeError([f"{error.filename}: {error.strerror}"]) from error
+    if args.verb == "average":
+        return average(args.checkpoints, args.out)
+    if args.verb == "export":
+        export_hf(args.checkpoint, args.folder, args.dtype)
+    else:
+        skipped = import_hf(args.folder, args.checkpoint, args.skip)
     for part, names in skipped.items() if os.environ.get("RANK", "0") == "0" else ():
         print(f"left out, because {part} is not built here: {len(names)} tensors from {names[0]} on")
 
@@ -247,7 +243,7 @@ def _launch_or_call(recipe: Recipe, world_size: int, argv: list[str], run: Calla
     set_up_logging()
     try:
         run()
-    except (RecipeError, HuggingFaceError, KeyboardInterrupt, SystemExit):
+    except (RecipeError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # not every error of torch.distributed.checkpoint is an Exception
         record_failure(error, recipe.run.folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.checkpoint.find import HUGGING_FACE, end_tokens, find_checkpoint, recipe_to_use
+from titan_moe.checkpoint.hf_describe import export_problems
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refusals
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, smallest_world
@@ -59,11 +60,12 @@ def import_hf(folder: str | Path, checkpoint: str | Path, skip: Collection[str] 
     Returns: the names of what was left out, by part of `skip`.
     Raises: HuggingFaceError that names all that does not fit. Then nothing is left behind.
     """
-    from titan_moe.checkpoint import hf_convert, hf_recipe
+    from titan_moe.checkpoint import hf_convert, hf_export, hf_recipe
 
-    source = Path(folder).expanduser()
+    source, out = Path(folder).expanduser(), Path(checkpoint).expanduser()
     recipe = Recipe(model=hf_recipe.read_model(source)[1])
-    return hf_convert.import_hf(recipe, _shapes(recipe.model), source, Path(checkpoint).expanduser(), skip)
+    with hf_export.converting(out):
+        return hf_convert.import_hf(recipe, _shapes(recipe.model), source, out, skip)
 
 
 def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> None:
@@ -76,12 +78,13 @@ def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> No
     """
     import torch
 
-    from titan_moe.checkpoint import hf_convert
+    from titan_moe.checkpoint import hf_convert, hf_export
 
     dtypes = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    source = Path(checkpoint).expanduser()
+    source, out = Path(checkpoint).expanduser(), Path(folder).expanduser()
     model = hf_convert.model_of(source)
-    hf_convert.export_hf(model, _shapes(model), source, Path(folder).expanduser(), dtypes[dtype])
+    with hf_export.converting(out):
+        hf_convert.export_hf(model, _shapes(model), source, out, dtypes[dtype])
 
 
 def average(checkpoints: Sequence[str | Path], out: str | Path) -> None:
@@ -92,12 +95,13 @@ def average(checkpoints: Sequence[str | Path], out: str | Path) -> None:
     Raises: RecipeError or HuggingFaceError that names what is damaged or differs. Then nothing is left behind.
     """
     from titan_moe.checkpoint import average as averaging
-    from titan_moe.checkpoint import hf_convert
+    from titan_moe.checkpoint import hf_convert, hf_export
 
     if len(checkpoints) < 2:
         raise RecipeError(["average needs two checkpoints at least, and a new folder for their mean"])
-    folders = [find_checkpoint(path).folder for path in checkpoints]
-    averaging.average(folders, _shapes(hf_convert.model_of(folders[0])), Path(out).expanduser())
+    folders, mean = [find_checkpoint(path).folder for path in checkpoints], Path(out).expanduser()
+    with hf_export.converting(mean):
+        averaging.average(folders, _shapes(hf_convert.model_of(folders[0])), mean)
 
 
 def recipe_of_use(source: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
@@ -231,7 +235,7 @@ def load_accepted(recipe: Recipe | str | Path, overrides: Sequence[str], num_ran
     Raises: RecipeError with all rules that it breaks, and the places in its file that set what breaks them.
     """
     loaded = _load(recipe, overrides)
-    problems = refusals(loaded, num_ranks)
+    problems = [*refusals(loaded, num_ranks), *export_problems(loaded)]
     number = num_ranks or smallest_world(loaded.parallel)
     if problems and assumes_nodes(number):
         with planning(False):

@@ -13,8 +13,8 @@ import torch
 from support.hf_twins import TWINS, assert_equal_in_transformers, on_disk, ours_for, twin
 from torch import Tensor, nn
 
-from titan_moe.checkpoint import hf_export
-from titan_moe.checkpoint.hf import load_hf, save_hf
+from titan_moe.checkpoint import hf_export, hf_reader
+from titan_moe.checkpoint.hf import check_exportable, load_hf, save_hf
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.checkpoint.hf_names.families import family_for
 from titan_moe.checkpoint.hf_stream import hf_weights
@@ -191,7 +191,8 @@ def test_layers_that_are_not_built_are_left_out_by_name_alone(
     index["weight_map"] |= dict.fromkeys(extra, "model-mtp.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     ours = ours_for(source)
-    with pytest.raises(HuggingFaceError, match="mtp is not built here: model.layers.3.eh_proj.weight; --skip mtp"):
+    words = r'model.layers.3.eh_proj.weight; --skip mtp, or in a recipe checkpoint.load_without = \["mtp"\]'
+    with pytest.raises(HuggingFaceError, match=f"mtp is not built here: {words}"):
         load_hf(ours, source)
     with pytest.raises(HuggingFaceError, match=f"vision cannot be skipped: {name} has mtp"):
         load_hf(ours, source, skip=["mtp", "vision"])
@@ -204,7 +205,10 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, whole_folder: Path, mo
     ours.layers["1"].feed_forward.router.expert_bias_E[0] = 1
     with pytest.raises(HuggingFaceError, match="qwen3_moe has no place for layers.1.feed_forward.router.expert_bias_E"):
         save_hf(ours, tmp_path / "out")
+    with pytest.raises(HuggingFaceError, match="qwen3_moe has no place for"):
+        check_exportable(ours, None, tmp_path)
     ours.layers["1"].feed_forward.router.expert_bias_E.zero_()
+    check_exportable(ours, None, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(hf_export, "write_manifest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -236,6 +240,49 @@ def test_an_export_is_in_the_dtype_asked_for_and_lists_its_files(whole_folder: P
     files = {file.name: sha256(file.read_bytes()).hexdigest() for file in (tmp_path / "out").iterdir()}
     assert manifest["files"] == {name: hash_ for name, hash_ in files.items() if name != "titan_moe.json"}
     assert "tokenizer.json" in files and "generation_config.json" in files
+    save_hf(ours, tmp_path / "without_source", tokenizer=source)
+    names = {file.name for file in (tmp_path / "without_source").iterdir()}
+    assert "tokenizer.json" in names and "generation_config.json" not in names
+
+
+def test_a_head_beside_tied_embeddings_is_their_copy_or_refused(tmp_path: Path) -> None:
+    twin("qwen3_moe-tied").save_pretrained(tmp_path)
+    ours, head, embedding = ours_for(tmp_path), "lm_head.weight", "model.embed_tokens.weight"
+    edit(tmp_path, lambda tensors: tensors.update({head: tensors[embedding].clone()}))
+    assert load_hf(ours, tmp_path) == {}
+    edit(tmp_path, lambda tensors: tensors[head][60, 50].add_(1))
+    with pytest.raises(HuggingFaceError, match=f"true in config.json, but {head} differs from {embedding}"):
+        load_hf(ours, tmp_path)
+    assert load_hf(ours, tmp_path, skip=["lm_head"]) == {}
+
+
+def test_a_failure_while_weights_are_read_names_the_file(
+    whole_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, ours = copytree(whole_folder, tmp_path / "source"), ours_for(whole_folder)
+    one_file_unlisted(source)
+    (source / "model.safetensors.index.json").unlink()
+    names = {
+        file: list(safetensors.load_file(source / file)) for file in ("model-0.safetensors", "model-1.safetensors")
+    }
+    weight_map = {name: file for file, of_file in names.items() for name in of_file}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    def fail(self: Any, file: Any, request: Any, planner: Any) -> None:
+        if weight_map[request.storage_index.fqn] == "model-1.safetensors":
+            raise OSError("Input/output error")
+
+    monkeypatch.setattr(hf_reader._Reader, "_process_read_request", fail)
+    with pytest.raises(ValueError, match="model-1.safetensors cannot be read: Input/output error$"):
+        load_hf(ours, source)
+
+
+def test_fused_experts_in_fp8_are_refused(tmp_path: Path) -> None:
+    twin("gpt_oss").save_pretrained(tmp_path)
+    fused = "model.layers.2.mlp.experts.down_proj"
+    edit(tmp_path, lambda tensors: tensors.update({fused: tensors[fused].to(torch.float8_e4m3fn)}))
+    with pytest.raises(HuggingFaceError, match=f"in F8_E4M3, of which single matrices alone are read here: {fused}"):
+        load_hf(ours_for(tmp_path), tmp_path)
 
 
 def test_weights_in_fp8_are_multiplied_by_the_scales_of_their_blocks(

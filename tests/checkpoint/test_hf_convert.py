@@ -1,20 +1,23 @@
 """The commands around Hugging Face checkpoints: import, export, recipe, and a run between two of them."""
 
+import errno
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.hf_twins import assert_equal_in_transformers, greedy, ours_for, transformers, twin
 
 from titan_moe import cli
-from titan_moe.checkpoint import hf_convert
+from titan_moe.checkpoint import hf_convert, hf_export, storage
 from titan_moe.checkpoint.hf import load_hf
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.checkpoint.hf_names.gpt_oss import EXPERTS
 from titan_moe.config import load_recipe
 
 safetensors = pytest.importorskip("safetensors.torch")
+SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe-tied", "deepseek_v3", "gpt_oss"])
@@ -83,6 +86,37 @@ def test_a_checkpoint_of_theirs_and_its_import_continue_as_in_transformers(
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [line["completion"] for line in lines] == [" ".join(map(str, ids)) for ids in expected]
     assert cli.main(["generate", str(tmp_path / "theirs"), *options]) == 0
+
+
+def test_what_cannot_be_written_is_told_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk may be full in the middle of a file; errors of the system, of DCP and of safetensors say it otherwise."""
+    theirs, imported, out = tmp_path / "theirs", tmp_path / "imported", tmp_path / "out"
+    twin("mixtral").save_pretrained(theirs)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    commands = {
+        "import": (["import", str(theirs), str(out)], storage._HashedFile, "write", full),
+        "average": (["average", *2 * [str(imported)], str(out)], storage._HashedFile, "write", full),
+        "export": (
+            ["export", str(imported), str(out)],
+            safetensors,
+            "save_file",
+            SafetensorError("No space left (28)"),
+        ),
+        "index": (["export", str(imported), str(out)], hf_export, "write_description", full),
+    }
+    assert cli.main(["import", str(theirs), str(imported)]) == 0
+    for words, place, name, error in commands.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, Mock(side_effect=error))
+            assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert f"{out}: it cannot be written: " in said and "No space left" in said and "None" not in said
+        assert not out.exists() and not list(tmp_path.glob(".*"))
+    (imported / "manifest.json").write_text("{}")
+    assert cli.main(["average", *2 * [str(imported)], str(out)]) == 2
+    assert f"{imported}: manifest.json is not as it was written" in capsys.readouterr().err
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

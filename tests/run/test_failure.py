@@ -10,6 +10,7 @@ import pytest
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.config import RecipeError
 from titan_moe.run.failure import first_rank_has_refused, plain_words, record_failure, recorded_failures
 
@@ -29,6 +30,16 @@ def test_failure_recorded_first_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [tuple(failure[:3]) for failure in found] == [(0, "no data", 2), (1, "ArithmeticError: first", 1)]
     stored = json.loads((tmp_path / "1" / "error.json").read_text())["message"]
     assert "first" in stored["extraInfo"]["py_callstack"], "torchrun reads it too"
+
+
+def test_a_refused_checkpoint_ends_a_rank_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the cause is a full disk: the advice for runs is not for conversions."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    error = HuggingFaceError(Path("out"), ["it cannot be written", "another"])
+    error.__cause__ = full()
+    record_failure(error)
+    (failure,) = recorded_failures(tmp_path)
+    assert (failure.words, failure.exit_code) == ("out: it cannot be written; out: another", 2)
 
 
 def test_refusal_of_the_first_rank_is_seen_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,9 @@ def test_an_average_of_others_is_refused(trained: Run, tmp_path: Path, capsys: p
     assert other.train() == 0
     assert cli.main(["average", str(step), str(other.folder), str(out)]) == 2
     assert "embed.weight (64, 32) instead of (256, 32)" in capsys.readouterr().err
+    (other.folder / "checkpoints" / "step-1" / "manifest.json").write_text("{}")
+    assert cli.main(["average", str(step), str(other.folder), str(out)]) == 2
+    assert "step-1 is damaged: manifest.json is not as it was written" in capsys.readouterr().err
     assert not out.exists() and not list(tmp_path.glob(".out*"))
 
 

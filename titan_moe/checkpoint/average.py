@@ -52,7 +52,10 @@ def average(checkpoints: Sequence[Path], shapes: Mapping[str, Shape], out: Path)
 
 def _problems(folder: Path, shapes: Mapping[str, Shape]) -> list[str]:
     """What is damaged in a checkpoint, and which weights of the model it lacks or has with another shape."""
-    manifest, (saved, unread) = read_manifest(folder), saved_shapes(folder)
+    try:
+        manifest, (saved, unread) = read_manifest(folder), saved_shapes(folder)
+    except ValueError as error:
+        return [f"{folder} is damaged: {error}"]
     damage = find_damage(folder, manifest.files.items()) if manifest is not None else []
     if unread or damage:
         return [f"{folder} is damaged: {problem}" for problem in [unread, *damage] if problem]

@@ -18,6 +18,7 @@ from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, CheckpointFolders
 from titan_moe.checkpoint.hf import check_exportable, load_hf, save_hf
+from titan_moe.checkpoint.hf_describe import cannot_export
 from titan_moe.checkpoint.hf_export import dtype_of, keep_source, left_out, source_of
 from titan_moe.checkpoint.keep import kept_steps
 from titan_moe.checkpoint.manifest import Manifest
@@ -107,8 +108,15 @@ class Checkpointer:
         Raises: ValueError if `checkpoint.load_from` is not a checkpoint; CheckpointMismatch if one does not fit or is
         damaged; RecipeError if the recipe or the data has changed in a way that a resume does not allow.
         """
-        if self.config.export_hf_at_end:
-            self._check_export()
+        if not self.config.export_hf_at_end:
+            return self._load()
+        self._check_export()
+        is_loaded = self._load()
+        if is_loaded:
+            self._check_export()  # of biases, too, that the checkpoint has
+        return is_loaded
+
+    def _load(self) -> bool:
         run_on_rank_zero(lambda: self._data, self.group)  # of the data as it is now, not as it may be at the first save
         steps = run_on_rank_zero(self.folders.complete_steps, self.group)
         if steps:
@@ -156,7 +164,7 @@ class Checkpointer:
         """Write the weights as a Hugging Face checkpoint into `hf/step-N` of the run folder, unless it is there."""
         folder, origin = self.run_folder / "hf" / f"step-{step}", self._source
         if not run_on_rank_zero(folder.exists, self.group):
-            save_hf(self.model_parts, folder, dtype_of(origin), source=origin)
+            save_hf(self.model_parts, folder, dtype_of(origin), source=origin, tokenizer=self.recipe.data.tokenizer)
         return folder
 
     @property
@@ -173,11 +181,11 @@ class Checkpointer:
 
     def _check_export(self) -> None:
         is_of_hf = self.config.load_from.startswith(HUGGING_FACE)
+        source = self._source or (self._hugging_face_folder() if is_of_hf else None)
         try:
-            check_exportable(self.model_parts, self._source or (self._hugging_face_folder() if is_of_hf else None))
+            check_exportable(self.model_parts, source, self.run_folder)
         except (ValueError, TypeError) as error:
-            problem = f"checkpoint.export_hf_at_end = true cannot be done: {error}"
-            raise ValueError(f"{problem}; set it to false, or change the model") from error
+            raise RecipeError([cannot_export(str(error))]) from error
 
     def record_bad_data(self, problem: str) -> None:
         """Let the run's checkpoints go on with other data, which is repaired. Without a step there is none."""

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.planner import WriteItem
 
 from titan_moe.checkpoint import hf_export
-from titan_moe.checkpoint.hf_folder import HuggingFaceError, account, read_folder
+from titan_moe.checkpoint.hf_describe import described, moved_bias
+from titan_moe.checkpoint.hf_folder import HuggingFaceError, account, named, read_folder, refuse_another_head
 from titan_moe.checkpoint.hf_names.families import family_of
 from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
 from titan_moe.checkpoint.hf_names.names import Piece
@@ -31,6 +32,7 @@ from titan_moe.checkpoint.hf_reader import reader_of
 from titan_moe.checkpoint.hf_weights import Model, Weights, not_zero, pieces_of, weights_of
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.storage import ChunkedTensor, PlainSavePlanner, load_slices, no_rows
+from titan_moe.parameters import Chunk
 
 SLICES = "slices"
 """Folder in an unfinished export, with what each rank has."""
@@ -60,6 +62,7 @@ def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dic
         except ValueError as error:
             raise HuggingFaceError(path, [str(error)]) from error
         skipped = account(source, family, weights.config, own, skip)
+        on_first_rank(partial(refuse_another_head, source, weights.config, skip), group)
         if differences:
             logger.warning("the model differs from %s: %s", path, "; ".join(differences))
         with torch.no_grad():
@@ -75,12 +78,14 @@ def save_hf(
     dtype: torch.dtype | None = None,
     *,
     source: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     max_file_bytes: int = hf_export.MAX_FILE_BYTES,
 ) -> None:
     """Write a model, or all stages of one, as a Hugging Face checkpoint that transformers loads. Collective.
 
     `dtype` is that of the weights on disk; by default they keep theirs, as buffers always do. `source` is a checkpoint
-    or the folder of an import: its config.json, tokenizer and generation files go along.
+    or the folder of an import: its config.json, tokenizer and generation files go along. Without one, those of the
+    folder `tokenizer` do.
 
     Raises: HuggingFaceError if no family of Hugging Face computes what the model does, or for a folder that
     is not empty. Nothing is left behind.
@@ -100,7 +105,8 @@ def save_hf(
                 _write_slices(unfinished / SLICES, boxes, files, dtypes, group)
                 read = partial(_read_slices, unfinished / SLICES)
             write_files(unfinished, files, dtypes, read, path, group)
-            describe = partial(hf_export.write_description, unfinished, files, dtypes, config, origin)
+            copied = hf_export.to_copy(origin, tokenizer)
+            describe = partial(hf_export.write_description, unfinished, files, dtypes, config, copied)
             finish(unfinished, files, describe, skipped, group)
 
 
@@ -114,28 +120,46 @@ def exported(
     """
     weights = weights_of(model, group)
     try:
-        family, config = hf_export.described(weights.config, origin)
+        family, config = described(weights.config, origin)
         own = pieces_of(family, weights.config, weights.shapes)
     except ValueError as error:
         raise HuggingFaceError(path, [str(error)]) from error
-    lost = agree(lambda: not_zero(weights.not_on_disk(family)), path, group)
-    if any(lost):
-        named = sorted({name for names in lost for name in names})
-        raise HuggingFaceError(path, [f"{family.model_type} has no place for {', '.join(named)}, which are not 0"])
+    refuse_lost(weights, family, path, group)
     cast = {name: dtype for name in weights.parameters if dtype is not None}
     dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()} | cast
     dtypes = {name: each for of_rank in agree(lambda: dtypes, path, group) for name, each in of_rank.items()}
     return weights, family, config, own, dtypes
 
 
-def check_exportable(model: Model, source: Path | None) -> None:
+def refuse_lost(weights: Weights, family: Family, path: Path, group: dist.ProcessGroup | None) -> None:
+    """Collective.
+
+    Raises: HuggingFaceError that names weights that the family has no place for, and that are not 0.
+    """
+    lost = {name for names in agree(lambda: not_zero(weights.not_on_disk(family)), path, group) for name in names}
+    if lost:
+        raise HuggingFaceError(path, [no_place(family, lost)])
+
+
+def no_place(family: Family, lost: Collection[str]) -> str:
+    """What is wrong with weights that a family lacks."""
+    return f"{family.model_type} has no place for {named(lost)}, which are not 0"
+
+
+def check_exportable(model: Model, source: Path | None, path: Path) -> None:
     """Find out before a run what `save_hf` would refuse after it. Collective.
 
-    Raises: ValueError if no family of Hugging Face computes what the model does.
+    Raises: ValueError if no family of Hugging Face computes what the model does, or has a place for biases that are not
+    0, or that the run would move.
     """
     with messages() as group:
         weights = weights_of(model, group)
-        pieces_of(hf_export.described(weights.config, source)[0], weights.config, weights.shapes)
+        family = described(weights.config, source)[0]
+        pieces_of(family, weights.config, weights.shapes)
+        if problem := moved_bias(weights.config, family):
+            raise ValueError(problem)
+        with torch.no_grad():
+            refuse_lost(weights, family, path, group)
 
 
 def write_files(
@@ -176,8 +200,13 @@ def _copy(boxes: Mapping[str, ChunkedTensor], tensors: dict[str, Tensor]) -> Non
     """Fill tensors from this rank's, which has all of each."""
     for name, tensor in tensors.items():
         for offsets, values in boxes[name].chunks.items():
-            place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, values.shape, strict=True))
-            tensor[place] = values
+            put(tensor, Chunk(values, offsets))
+
+
+def put(tensor: Tensor, chunk: Chunk) -> None:
+    """Write a slice of a tensor into it."""
+    ranges = zip(chunk.offsets, chunk.values.shape, strict=True)
+    tensor[tuple(slice(begin, begin + size) for begin, size in ranges)] = chunk.values
 
 
 def _write_slices(

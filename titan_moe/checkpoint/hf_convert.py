@@ -23,13 +23,24 @@ from titan_moe.checkpoint.hf import (
     agree,
     finish,
     messages,
+    no_place,
     num_ranks_of,
     on_first_rank,
+    put,
     rank_of,
     unfinished_folder,
     write_files,
 )
-from titan_moe.checkpoint.hf_folder import FP8, MXFP4, HuggingFaceError, HuggingFaceFolder, account, read_folder
+from titan_moe.checkpoint.hf_describe import described
+from titan_moe.checkpoint.hf_folder import (
+    FP8,
+    MXFP4,
+    HuggingFaceError,
+    HuggingFaceFolder,
+    account,
+    read_folder,
+    refuse_another_head,
+)
 from titan_moe.checkpoint.hf_names.families import family_of
 from titan_moe.checkpoint.hf_names.family import flat, of_flat
 from titan_moe.checkpoint.hf_names.names import Piece, Shape, split_name
@@ -74,6 +85,7 @@ def import_hf(
     planner.file_of = _files(chunks)
     num_files = max(planner.file_of.values()) + 1
     with messages() as group:
+        on_first_rank(partial(refuse_another_head, source, recipe.model, skip), group)
         on_first_rank(partial(hf_export.refuse_existing, checkpoint), group)
         begin, end = (num_files * rank // num_ranks_of(group) for rank in (rank_of(group), rank_of(group) + 1))
         state = {
@@ -197,14 +209,17 @@ def _export(
 ) -> None:
     origin = hf_export.source_of(checkpoint)
     reader = PlainReader(checkpoint)
-    saved = reader.metadata.state_dict_metadata
+    try:
+        saved, manifest = reader.metadata.state_dict_metadata, read_manifest(checkpoint)
+    except ValueError as error:
+        raise HuggingFaceError(checkpoint, [str(error)]) from error
     problems = list(_differences(saved, shapes))
-    if (manifest := read_manifest(checkpoint)) is not None:
+    if manifest is not None:
         mine = list(manifest.files.items())[rank_of(group) :: num_ranks_of(group)]
         damages = agree(partial(find_damage, checkpoint, mine), checkpoint, group)
         problems += [damage for of_rank in damages for damage in of_rank]
     try:
-        family, config = hf_export.described(model, origin)
+        family, config = described(model, origin)
         own = pieces_of(family, model, shapes)
     except ValueError as error:
         raise HuggingFaceError(checkpoint, [*problems, str(error)]) from error
@@ -214,7 +229,7 @@ def _export(
     lacking = {name: torch.empty(shape) for name, shape in shapes.items() if name not in named and _is_lost(name)}
     load_slices(lacking, reader)
     if lost := not_zero(lacking):
-        raise HuggingFaceError(checkpoint, [f"{family.model_type} has no place for {', '.join(lost)}, which are not 0"])
+        raise HuggingFaceError(checkpoint, [no_place(family, lost)])
     dtypes = {name: saved[name].properties.dtype for name in shapes}
     if dtype is not None:
         dtypes |= dict.fromkeys((name for name in dtypes if not _is_lost(name)), dtype)
@@ -225,7 +240,8 @@ def _export(
     with unfinished_folder(folder, group) as unfinished:
         read = partial(_read_checkpoint, reader, by_name, shapes)
         write_files(unfinished, files, dtypes, read, folder, group)
-        describe = partial(hf_export.write_description, unfinished, files, dtypes, config, origin)
+        copied = hf_export.to_copy(origin, manifest.recipe.get("data.tokenizer") if manifest else None)
+        describe = partial(hf_export.write_description, unfinished, files, dtypes, config, copied)
         finish(unfinished, files, describe, skipped, group)
 
 
@@ -245,21 +261,33 @@ def _differences(saved: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Itera
 def _read_checkpoint(
     reader: PlainReader, pieces: Mapping[str, Piece], shapes: Mapping[str, Shape], tensors: dict[str, Tensor]
 ) -> None:
-    """Fill tensors on disk from ours, of which each is read once: DCP reads a saved slice anew for every part of it."""
+    """Fill tensors on disk from ours, some saved slices at a time: DCP reads one anew for every part of it."""
     by_ours: dict[str, list[Piece]] = {}
     for name in tensors:
         by_ours.setdefault(pieces[name].ours, []).append(pieces[name])
     for ours, cut in by_ours.items():
         shape = shapes[ours]
-        begin, end = min(_rows(piece)[0] for piece in cut), max(_rows(piece)[1] for piece in cut)
-        values = torch.empty(
-            (end - begin, *shape[1:]), dtype=reader.metadata.state_dict_metadata[ours].properties.dtype
-        )
-        chunk = Chunk(values, (begin, *(0 for _ in shape[1:])))
-        load_slices({ours: ChunkedTensor(shape, [chunk])}, reader)
-        for piece in cut:
-            for box in box_of(chunk, piece):
-                tensors[piece.name].copy_(box.values)
+        saved = reader.metadata.state_dict_metadata[ours]
+        first, last = min(_rows(piece)[0] for piece in cut), max(_rows(piece)[1] for piece in cut)
+        row_bytes = torch.Size(shape[1:]).numel() * saved.properties.dtype.itemsize
+        for begin, end in _ranges(first, last, {chunk.offsets[0] for chunk in saved.chunks}, row_bytes):
+            values = torch.empty((end - begin, *shape[1:]), dtype=saved.properties.dtype)
+            chunk = Chunk(values, (begin, *(0 for _ in shape[1:])))
+            load_slices({ours: ChunkedTensor(shape, [chunk])}, reader)
+            for piece in cut:
+                for box in box_of(chunk, piece):
+                    put(tensors[piece.name], box)
+
+
+def _ranges(first: int, last: int, begins: Collection[int], row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that are read at a time: whole saved slices, which begin at `begins`, and not many bytes."""
+    begin, end = first, first
+    for border in [*sorted(row for row in begins if first < row < last), last]:
+        if end > begin and (border - begin) * row_bytes > MAX_CHUNK_BYTES:
+            yield begin, end
+            begin = end
+        end = border
+    yield begin, end
 
 
 def _rows(piece: Piece) -> tuple[int, int]:

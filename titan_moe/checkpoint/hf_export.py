@@ -13,51 +13,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.checkpoint.folders import SOURCE_FOLDER
+from titan_moe.checkpoint.hf_describe import with_parts_left_out
 from titan_moe.checkpoint.hf_folder import CONFIG_FILE, INDEX_FILE, HuggingFaceError, read_config
-from titan_moe.checkpoint.hf_names.families import family_for, family_of
-from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
+from titan_moe.checkpoint.hf_names.family import Family, Values
 from titan_moe.checkpoint.hf_names.names import Piece
 from titan_moe.checkpoint.manifest import FileHash
-from titan_moe.config.model import ModelConfig
+from titan_moe.checkpoint.storage import reasons_of
 from titan_moe.plan.cost.hugging_face import MAX_FILE_BYTES as MAX_FILE_BYTES
 
 HUGGING_FACE_MANIFEST = "titan_moe.json"
-COPIED: tuple[str, ...] = (
-    "generation_config.json",
+OF_TOKENIZERS: tuple[str, ...] = (
     "chat_template.jinja",
     "special_tokens_map.json",
     "added_tokens.json",
-)
-COPIED += (
     "tokenizer*",
     "vocab.*",
     "merges.txt",
     "*.tiktoken",
-    "configuration_*.py",
-    "modeling_*.py",
     "tokenization_*.py",
 )
+COPIED = ("generation_config.json", "configuration_*.py", "modeling_*.py", *OF_TOKENIZERS)
 """Files of a checkpoint that are no weights, and go along. They are copied, not run."""
 Read = Callable[[dict[str, Tensor]], object]
 """Fill tensors, by their names on disk, whose shapes are `Piece.view`."""
-
-
-def described(model: ModelConfig, source: Path | None) -> tuple[Family, Values]:
-    """The family and the config.json of a model: that of the source, as far as the model is still what it says.
-
-    Raises: ValueError if no family has words for the model.
-    """
-    if source is None or not (source / CONFIG_FILE).exists():
-        family = family_for(model)
-        return family, with_parts_left_out(family.write(model), family, family.not_built)
-    config = read_config(source)
-    family = family_of(config)
-    was, settings = family.read(config)
-    if not same_model(model, was):
-        return family, config
-    return family, {key: value for key, value in config.items() if key not in settings.used} | family.write(model)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype, family: Family, skipped: Iterable[str]) -> Values:
@@ -66,11 +47,6 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype, family: Family, sk
     result = {**config, key: str(dtype).removeprefix("torch.")}
     result.pop("quantization_config", None)
     return with_parts_left_out(result, family, skipped)
-
-
-def with_parts_left_out(config: Mapping[str, Any], family: Family, parts: Iterable[str]) -> Values:
-    """A config.json that says that a model lacks parts."""
-    return {**config, **{key: value for part in parts for key, value in family.without.get(part, {}).items()}}
 
 
 def files_of(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype], max_bytes: int) -> dict[str, list[Piece]]:
@@ -104,9 +80,9 @@ def write_description(
     files: Mapping[str, list[Piece]],
     dtypes: Mapping[str, torch.dtype],
     config: Mapping[str, Any],
-    source: Path | None,
+    copied: Iterable[Path],
 ) -> None:
-    """Write the index and config.json, and copy what the source has besides."""
+    """Write the index and config.json, and copy other files."""
     sizes = (
         torch.Size(piece.shape).numel() * dtypes[piece.ours].itemsize for group in files.values() for piece in group
     )
@@ -116,15 +92,20 @@ def write_description(
     (folder / CONFIG_FILE).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     for name in files:
         shutil.copymode(folder / INDEX_FILE, folder / name)  # safetensors gives them to their owner alone
-    for file in side_files(source) if source else ():
-        if file.name != CONFIG_FILE:
-            shutil.copyfile(file, folder / file.name)
+    for file in copied:
+        shutil.copyfile(file, folder / file.name)
 
 
-def side_files(folder: Path) -> list[Path]:
+def side_files(folder: Path, patterns: Iterable[str] = (CONFIG_FILE, *COPIED)) -> list[Path]:
     """The files of a checkpoint that are no weights, and that a model made from it keeps."""
-    patterns = (CONFIG_FILE, *COPIED)
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+
+
+def to_copy(source: Path | None, tokenizer: str | Path | None) -> list[Path]:
+    """What an export has besides weights and config.json: of its source, else of the folder of a tokenizer."""
+    if source is not None:
+        return side_files(source, COPIED)
+    return side_files(Path(tokenizer).expanduser(), OF_TOKENIZERS) if tokenizer else []
 
 
 def write_manifest(folder: Path, hashes: Mapping[str, str], skipped: Mapping[str, list[str]]) -> None:
@@ -147,7 +128,10 @@ def left_out(source: Path | None) -> dict[str, list[str]]:
     file = source / HUGGING_FACE_MANIFEST if source else None
     if file is None or not file.exists():
         return {}
-    return dict(json.loads(file.read_text(encoding="utf-8"))["left_out"])
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))["left_out"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise HuggingFaceError(file.parent, [f"{file.name} is damaged; restore it"]) from error
 
 
 def keep_source(source: Path, folder: Path, skipped: Mapping[str, list[str]]) -> dict[str, FileHash]:
@@ -184,6 +168,24 @@ def refuse_existing(folder: Path) -> None:
 def temporary(folder: Path) -> Path:
     """Where a folder is written before it gets its name."""
     return folder.with_name(f".{folder.name}.unfinished")
+
+
+@contextmanager
+def converting(folder: Path) -> Iterator[None]:
+    """Say in words what fails while a folder is written from files: a full disk, a file that cannot be read.
+
+    Raises: HuggingFaceError with the folder.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+        raise HuggingFaceError(folder, [f"it cannot be written: {reason}"]) from error
+    except (CheckpointException, SafetensorError) as error:
+        reason = reasons_of(error) if isinstance(error, CheckpointException) else str(error)
+        raise HuggingFaceError(folder, [f"it cannot be written: {reason}"]) from error
 
 
 @contextmanager

@@ -6,11 +6,13 @@ Only headers are read here. They are JSON, and nothing of a checkpoint is execut
 import json
 import struct
 from collections.abc import Collection, Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_moe.checkpoint.hf_names.family import Family
 from titan_moe.checkpoint.hf_names.names import MXFP4_VALUES, Piece
+from titan_moe.config import RecipeError
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.regular_file import open_regular
 
@@ -25,17 +27,24 @@ SCALE = "_scale_inv"
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file, as the format limits it."""
 MAX_NAMED = 5
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_BYTES = 1 << 24
+"""At a time."""
 
 
-class HuggingFaceError(ValueError):
-    """A Hugging Face checkpoint that is damaged, or does not fit. `problems` has one message per problem."""
+class HuggingFaceError(RecipeError, ValueError):
+    """A Hugging Face checkpoint that is damaged, does not fit, or cannot be written. `problems` has one message per
+    problem, with the folder."""
 
     def __init__(self, folder: Path, problems: Iterable[str]) -> None:
-        self.folder, self.problems = folder, list(problems)
-        super().__init__(f"{folder}: {'; '.join(self.problems)}")
+        self.folder, self.of_folder = folder, list(problems)
+        super().__init__([f"{folder}: {problem}" for problem in self.of_folder])
 
-    def __reduce__(self) -> tuple[type["HuggingFaceError"], tuple[Path, list[str]]]:
-        return type(self), (self.folder, self.problems)
+    def __str__(self) -> str:
+        return f"{self.folder}: {'; '.join(self.of_folder)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder, self.of_folder)
 
 
 class Entry(NamedTuple):
@@ -44,6 +53,7 @@ class Entry(NamedTuple):
     file: str
     dtype: str
     shape: tuple[int, ...]
+    begin: int = 0  # of its bytes in the file
 
 
 class HuggingFaceFolder(NamedTuple):
@@ -104,7 +114,7 @@ def read_folder(path: Path) -> HuggingFaceFolder:
             problems.append(f"{file} lacks {named(missing)}, which {INDEX_FILE} lists")
         if index and (unlisted := header.keys() - listed):
             problems.append(f"{file} has {named(unlisted)}, which {INDEX_FILE} does not list for it")
-        entries |= {name: Entry(file, dtype, shape) for name, (dtype, shape) in header.items()}
+        entries |= {name: Entry(file, *entry) for name, entry in header.items()}
     known = set(index.values()) or {SINGLE_FILE}
     for file in sorted(file.name for file in path.glob("model*.safetensors") if file.name not in known):
         problems.append(f"{file} is not in {INDEX_FILE}; restore the index, or remove the file")
@@ -129,8 +139,8 @@ def _read_index(path: Path) -> dict[str, str]:
     return dict(index)
 
 
-def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each tensor of a safetensors file. Its length must be what the header says."""
+def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Dtype, shape and place of each tensor of a safetensors file. Its length must be what the header says."""
     with open_regular(path) as file:
         begin = file.read(8)
         length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else 0
@@ -144,7 +154,35 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if (size := file.seek(0, 2)) != end:
             raise ValueError(f"it is truncated or changed: it has {size:,} bytes instead of {end:,}")
-    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return {
+        name: (entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def refuse_another_head(folder: HuggingFaceFolder, model: ModelConfig, skip: Collection[str]) -> None:
+    """Tied embeddings may be on disk twice. Of two that differ one would be lost; transformers does not tie those.
+
+    Raises: HuggingFaceError if they differ, unless `skip` has "lm_head".
+    """
+    head, embedding = folder.entries.get(HEAD), folder.entries.get(EMBEDDING)
+    if not model.embeddings_are_tied or "lm_head" in skip or head is None or embedding is None:
+        return
+    is_same = head[1:3] == embedding[1:3]
+    num_bytes = prod(head.shape) * FLOATS.get(head.dtype, 1)
+    with open_regular(folder.path / head.file) as one, open_regular(folder.path / embedding.file) as other:
+        one.seek(head.begin)
+        other.seek(embedding.begin)
+        for done in range(0, num_bytes, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, num_bytes - done)
+            is_same = is_same and one.read(size) == other.read(size)
+    if not is_same:
+        problem = f"tie_word_embeddings = true in {CONFIG_FILE}, but {HEAD} differs from {EMBEDDING}"
+        raise HuggingFaceError(folder.path, [f"{problem}; set it to false there, or {_way_out('lm_head')}"])
+
+
+def _way_out(part: str) -> str:
+    return f'--skip {part}, or in a recipe checkpoint.load_without = ["{part}"], leaves it out'
 
 
 def account(
@@ -157,20 +195,21 @@ def account(
     """
     problems: list[str] = []
     prefixes = {part: prefix(model) for part, prefix in family.not_built.items()}
-    if model.embeddings_are_tied:
-        prefixes["lm_head"] = "lm_head."  # a copy of the embeddings
-    if unknown_parts := set(skip) - prefixes.keys():
+    tied = {"lm_head"} if model.embeddings_are_tied else set()
+    if unknown_parts := set(skip) - prefixes.keys() - tied:
         known = f"has {', '.join(prefixes)}" if prefixes else "has none"
         problems.append(f"{named(unknown_parts)} cannot be skipped: {family.model_type} {known} that is not built here")
     expected = {piece.name: piece for piece in pieces}
     if len(expected) < len(pieces):
         problems.append("two tensors of the model have one name on disk")
     unknown = set(folder.entries) - expected.keys()
+    if tied:
+        unknown.discard(HEAD)  # a copy of the embedding
     skipped = {part: sorted(name for name in unknown if name.startswith(prefix)) for part, prefix in prefixes.items()}
     for part, names in skipped.items():
         unknown -= set(names)
         if names and part not in skip:
-            problems.append(f"{part} is not built here: {named(names)}; --skip {part} leaves it out")
+            problems.append(f"{part} is not built here: {named(names)}; {_way_out(part)}")
     scales = {name for name in unknown if name.endswith(SCALE) and name.removesuffix(SCALE) in expected}
     expected_scales = {piece.scales: piece.shape[:-1] for piece in pieces if piece.scales}
     if lost := unknown - scales - expected_scales.keys():
@@ -202,12 +241,14 @@ def _quantised(
     """What is wrong with the dtypes, and with the scales of weights in fp8."""
     here, size = list(here), folder.block_size
     if others := [
-        f"{piece.name} {dtype}"
-        for piece, (_, dtype, _) in here
-        if (dtype != MXFP4 if piece.scales else dtype not in FLOATS and dtype != FP8)
+        f"{piece.name} {entry.dtype}"
+        for piece, entry in here
+        if (entry.dtype != MXFP4 if piece.scales else entry.dtype not in FLOATS and entry.dtype != FP8)
     ]:
         yield f"dtypes that are not read here: {named(others)}"
     weights = {piece.name for piece, entry in here if entry.dtype == FP8}
+    if fused := {piece.name for piece, entry in here if entry.dtype == FP8 and (piece.layout or len(entry.shape) != 2)}:
+        yield f"in {FP8}, of which single matrices alone are read here: {named(fused)}"
     if without := {name for name in weights if f"{name}{SCALE}" not in scales}:
         yield f"without scales: {named(without)}"
     if needless := {name for name in scales if name.removesuffix(SCALE) not in weights}:

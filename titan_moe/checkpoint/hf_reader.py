@@ -1,6 +1,7 @@
 """DCP's readers of safetensors, for the files that an index lists, and for weights in fp8 and MXFP4."""
 
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, QuantizedHuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from titan_moe.checkpoint.hf_folder import FP8, HuggingFaceFolder
 from titan_moe.checkpoint.hf_names.names import MXFP4_VALUES, Layout, Piece
@@ -46,7 +48,7 @@ class _Reader(HuggingFaceStorageReader):
     """Reads weights as they are, and those with a layout as tensors of the shape `Piece.view`."""
 
     def __init__(self, source: HuggingFaceFolder, pieces: Iterable[Piece], *options: Any) -> None:
-        super().__init__(str(source.path), READ_THREADS, *options)
+        super().__init__(str(source.path), 1, *options)
         self.fs = _ListedFiles(source.files)
         self.weight_map = {name: entry.file for name, entry in source.entries.items()}
         self.pieces = {piece.name: piece for piece in pieces if piece.layout is not None}
@@ -59,6 +61,30 @@ class _Reader(HuggingFaceStorageReader):
             for name, piece in self.pieces.items():
                 _show(self.known, name, torch.Size(piece.view))
         return self.known
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read some files at a time. DCP's own threads lose the reason of a failure, and the file.
+
+        Raises: ValueError that names the file.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            list(pool.map(lambda file: self._read_file(file, by_file[file], planner), by_file))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, file: str, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        from safetensors import safe_open
+
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for item in items:
+                    self._process_read_request(opened, item, planner)
+        except Exception as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
 
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
         piece = self.pieces.get(req.storage_index.fqn)
