@@ -17,10 +17,8 @@ from torch.futures import Future
 
 from titan_moe.checkpoint.hf_folder import FP8, HuggingFaceFolder
 from titan_moe.checkpoint.hf_names.names import MXFP4_VALUES, Layout, Piece
-from titan_moe.plan.cost.hugging_face import READ_THREADS
+from titan_moe.plan.cost.hugging_face import MAX_READ_BYTES, READ_THREADS
 
-MAX_READ_BYTES = 1 << 27
-"""Of a tensor in another layout than ours, in fp32, that a thread has in host memory at a time."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of E2M1 without the sign, which is the highest of 4 bits."""
 E8M0_BIAS = 127

@@ -22,8 +22,8 @@ def hf_weights(
     """Iterate over all weights of a model, or of all stages of one: name and whole tensor, as `save_hf` writes them.
 
     Collective: every rank gets every tensor, in the same order, on the model's device, and must go on to the end.
-    Memory holds one tensor of ours at a time, such as the gate and up matrices of one layer's experts, with the slice of
-    it that a rank sends, and then one on disk: where a family has one for all experts, that is as much again. What is
+    Memory holds one tensor of ours at a time, such as the gate and up matrices of one layer's experts, with the slice
+    of it that a rank sends, and then one as on disk: where a family has one for all experts, as much again. What is
     given may be kept; it is a copy, but for whole tensors of one rank in their own dtype and layout.
     `dtype` is that of the weights; by default they keep theirs, as buffers always do. `source` is as in `save_hf`.
 

@@ -5,7 +5,13 @@ from pathlib import Path
 from titan_moe.config import load_recipe
 from titan_moe.config.parallel import planning
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.cost.hugging_face import MAX_FILE_BYTES, export_bytes, import_bytes
+from titan_moe.plan.cost.hugging_face import (
+    MAX_FILE_BYTES,
+    MAX_READ_BYTES,
+    export_bytes,
+    fused_import_bytes,
+    import_bytes,
+)
 
 QWEN3 = Path(__file__).parents[3] / "recipes" / "qwen3_30b_a3b.toml"
 WORDS = ["--checkpoint.load_from=hf:theirs", "--checkpoint.export_hf_at_end=true"]
@@ -18,6 +24,9 @@ def test_host_memory_is_that_of_slices_and_of_files() -> None:
     assert slices.part == embedding // 8 * 2, "FSDP divides it over 8 ranks"
     assert slices.rank == 4 * embedding // 8 * (2 + 4) and slices.host == 8 * slices.rank
     assert import_bytes(load_recipe(QWEN3, [*WORDS, "--model.vocab_size=256"]), 8).part == expert * 2
+    assert fused_import_bytes(recipe, 8) == 4 * 3 * MAX_READ_BYTES, "16 experts of 12.6 MB"
+    few = load_recipe(QWEN3, [*WORDS, "--model.moe.num_experts=32", "--model.moe.top_k=2"])
+    assert fused_import_bytes(few, 8) == 4 * 3 * 4 * (4 * 2 * expert), "of the experts that a rank has"
     assert export_bytes(recipe, 8) == (MAX_FILE_BYTES, 2 * MAX_FILE_BYTES, 16 * MAX_FILE_BYTES)
     with planning():
         assert export_bytes(recipe, 32).host == 16 * MAX_FILE_BYTES, "of a host, not of all"
