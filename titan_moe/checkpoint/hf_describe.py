@@ -58,7 +58,7 @@ def export_problems(recipe: Recipe) -> Iterator[str]:
     try:
         problem = moved_bias(recipe.model, described(recipe.model, source)[0])
     except HuggingFaceError:
-        return  # config.json cannot be read: so does this one
+        return  # config.json cannot be read: the load says it
     except ValueError as error:
         problem = str(error)
     if problem:
@@ -67,4 +67,4 @@ def export_problems(recipe: Recipe) -> Iterator[str]:
 
 def cannot_export(problem: str) -> str:
     """In words."""
-    return f"checkpoint.export_hf_at_end = true cannot be done: {problem}; or set it to false"
+    return f"checkpoint.export_hf_at_end = true cannot be done: {problem}; else set checkpoint.export_hf_at_end = false"
