@@ -89,6 +89,7 @@ KEPT = {
     "model.embedding_multiplier": "Gemma; gives tied embeddings the size of untied ones",
     "model.residual_multiplier": "Granite",
     "model.logits_scaling": "Granite",
+    "model.head_bias": "Phi-3.5-MoE",
     "model.attention.softmax_scale": "Granite",
     "model.attention.kind": "MLA in DeepSeek, GQA elsewhere",
     "model.attention.num_heads": "shape of every model",

@@ -338,6 +338,7 @@ SPLIT_MODELS = {
     "mla-latent-gate": replace(
         MODEL,
         norm="layer",
+        head_bias=True,
         attention=replace(MLA, q_lora_rank=0),
         moe=replace(MOE, latent_size=8, shared_expert_gate=True),
     ),

@@ -1,5 +1,6 @@
 """The head uses the loss of its backend, and compiles only that of PyTorch."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -48,6 +49,28 @@ def test_head_loss_is_that_of_the_logits(scaling: float) -> None:
     expected = torch.nn.functional.cross_entropy(head(x_TD), labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
     torch.testing.assert_close(head(x_TD, labels_T), expected)
     assert torch.equal(head(x_TD.view(2, 5, 8), labels_T.view(2, 5)), head(x_TD, labels_T))
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 4])
+def test_bias_is_added_to_logits_and_gets_its_gradient(chunk_tokens: int) -> None:
+    torch.manual_seed(0)
+    head = LanguageModelHead(8, 24, chunk_tokens, logits_scaling=6.0, bias=True).double()
+    x_TD, labels_T = torch.randn(10, 8, dtype=torch.float64, requires_grad=True), torch.randint(24, (10,))
+    labels_T[3] = IGNORE_LABEL
+    operands = [x_TD, head.weight, head.bias]
+    logits_TV = x_TD / 6 @ head.weight.T + head.bias
+    expected = torch.nn.functional.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
+    torch.testing.assert_close(head(x_TD), logits_TV)
+    torch.testing.assert_close(head(x_TD, labels_T), expected)
+    wanted = torch.autograd.grad(expected, operands)
+    torch.testing.assert_close(torch.autograd.grad(head(x_TD, labels_T), operands), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(head(x_TD, labels_T), expected)
+
+
+def test_head_in_triton_has_no_bias() -> None:
+    with pytest.raises(ValueError, match='kernels.head = "triton" needs model.head_bias = false'):
+        Transformer(replace(CONFIG, head_bias=True), kernels=Kernels(head="triton"))
 
 
 @pytest.mark.parametrize("label", [-1, 24])

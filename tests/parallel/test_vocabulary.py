@@ -24,6 +24,9 @@ one_loss = load("distributed/test_one_loss")
 BATCH, LENGTH, WIDTH, WORDS = 3, 8, 16, 40
 
 
+BIAS_W = torch.linspace(-2, 2, WORDS, dtype=torch.float64)
+
+
 def draw(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, weight, and labels of all parts, of which some are ignored."""
     torch.manual_seed(0)
@@ -39,6 +42,8 @@ def train_head(backend: Backend, dtype: torch.dtype, chunk_tokens: int) -> tuple
     x_BND, weight_WD, labels_BN = draw(dtype)
     head = LanguageModelHead(WIDTH, WORDS, chunk_tokens, backend)
     head.weight = torch.nn.Parameter(weight_WD.chunk(num_ranks)[rank].clone())
+    if backend == "torch":
+        head.bias = torch.nn.Parameter(BIAS_W.chunk(num_ranks)[rank].clone())
     forward = VocabParallelHead(head, group)
     own_BnD = x_BND.chunk(num_ranks, 1)[rank].clone().requires_grad_()
     loss = forward(own_BnD, labels_BN)
@@ -63,7 +68,7 @@ def test_fused_loss_over_ranks_is_that_of_all_logits(ranks: Any, chunk_tokens: i
 def check_head(ranks: Any, backend: Backend, dtype: torch.dtype, chunk_tokens: int) -> None:
     x_BND, weight_WD, labels_BN = (tensor.clone() for tensor in draw(dtype))
     x_BND.requires_grad_(), weight_WD.requires_grad_()
-    logits_TW = (x_BND @ weight_WD.T).flatten(0, 1)
+    logits_TW = (x_BND @ weight_WD.T + (BIAS_W if backend == "torch" else 0)).flatten(0, 1)
     loss = F.cross_entropy(logits_TW, labels_BN.flatten(), ignore_index=IGNORE_LABEL, reduction="sum")
     (loss / 7).backward()
     assert x_BND.grad is not None and weight_WD.grad is not None

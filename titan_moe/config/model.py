@@ -240,8 +240,11 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     """Factor on the outputs of attention and feed-forward layers before they are added to the residual stream (Granite:
     0.22)."""
+    head_bias: bool = False
+    """A learned bias on the logits, one number a word (`lm_head_bias`; Phi-3.5-MoE)."""
     logits_scaling: float = 1.0
-    """Divisor of the logits (Granite: 6). Inputs of the head are divided, which are fewer numbers."""
+    """Divisor of the logits (Granite: 6), before `head_bias` is added. Inputs of the head are divided, which are fewer
+    numbers."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 * num_layers) for the output projections of residual
     branches."""
@@ -254,6 +257,11 @@ class ModelConfig:
     """The attention layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The mixture-of-experts layer."""
+
+    @property
+    def unmet_needs_of_triton(self) -> dict[str, str]:
+        """Operation of `[perf.override]` -> the setting that its Triton kernel needs and that is not this model's."""
+        return {"head": "model.head_bias = false"} if self.head_bias else {}
 
     @property
     def expert_width(self) -> int:

@@ -145,6 +145,7 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     yield _vectors("norms", None, "norm", of_norm)
     head = _matrix("head", None, tp, "head", (width, words), "outputs", **splits)
     yield replace(head, parameters=0, own_parameters=0) if model.embeddings_are_tied else head
+    yield _vectors("head", None, "head.bias", words if model.head_bias else 0)
 
 
 def _matrix(

@@ -72,6 +72,7 @@ SPELLINGS = {
     "model.embeddings_are_tied (the opposite value)": "untie_embeddings_and_output_weights",
     "model.init_std": "init_method_std initializer_range",
     "model.embedding_init_std": "embedding_init_method_std",
+    "model.head_bias": "lm_head_bias",
     "model.logits_scaling (1 / lm_head_multiplier)": "lm_head_multiplier",
     'model.attention.kind (true -> "mla")': "multi_latent_attention",
     "model.attention.softmax_scale": "attention_multiplier",

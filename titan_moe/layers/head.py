@@ -14,10 +14,11 @@ from titan_moe.parameters import ParameterKind
 class LanguageModelHead(nn.Linear):
     """Logits or, with labels, their summed cross entropy without ever holding all logits.
 
-    Logits are divided by `logits_scaling`. Compile replaces `cross_entropy` by the same function with compiled parts.
+    Logits are divided by `logits_scaling`, and a bias is added then. Compile replaces `cross_entropy` by the same
+    function with compiled parts.
     """
 
-    parameter_kinds = {"weight": ParameterKind.HEAD}
+    parameter_kinds = {"weight": ParameterKind.HEAD, "bias": ParameterKind.BIAS}
 
     def __init__(
         self,
@@ -27,8 +28,9 @@ class LanguageModelHead(nn.Linear):
         backend: Backend = "torch",
         *,
         logits_scaling: float = 1.0,
+        bias: bool = False,
     ) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False)
+        super().__init__(hidden_size, vocab_size, bias=bias)
         self.loss_chunk_tokens, self.logits_scaling = loss_chunk_tokens, logits_scaling
         self.cross_entropy: CrossEntropy = CROSS_ENTROPY[backend]
 
@@ -37,7 +39,13 @@ class LanguageModelHead(nn.Linear):
         x = self.scaled(x)
         if labels is None:
             return super().forward(x)
-        return self.cross_entropy(x.flatten(0, -2), self.weight, labels.flatten(), self.loss_chunk_tokens)
+        operands = x.flatten(0, -2), self.weight, labels.flatten(), self.loss_chunk_tokens
+        return self.cross_entropy(*operands, **self.added)
+
+    @property
+    def added(self) -> dict[str, Tensor]:
+        """The bias, as losses take it; nothing without one."""
+        return {} if self.bias is None else {"bias_V": self.bias}
 
     def scaled(self, x: Tensor) -> Tensor:
         """What is multiplied with the weight; it has fewer numbers than the logits, and no loss knows of the scale."""

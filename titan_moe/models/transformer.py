@@ -4,7 +4,7 @@ B batch · N sequence · D model width · V vocabulary
 """
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,8 @@ class Transformer(nn.Module, TextGenerator):
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
         sizes = config.hidden_size, config.vocab_size, loss_chunk_tokens
-        self.head = LanguageModelHead(*sizes, kernels.head, logits_scaling=config.logits_scaling)
+        options: Any = {"logits_scaling": config.logits_scaling, "bias": config.head_bias}
+        self.head = LanguageModelHead(*sizes, kernels.head, **options)
         if config.embeddings_are_tied:
             self.head.weight = self.embed.weight
 

@@ -78,6 +78,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
             case LanguageModelHead():
                 if not isinstance(module.weight, DTensor):  # the embedding's
                     _split_vocabulary(model, module, mesh)
+                readers[module] = _OwnRows((module.out_features,), (mesh.size(),), mesh.get_local_rank(), mesh.size())
                 module.forward = VocabParallelHead(module, group)  # type: ignore[assignment]
     for module in model.modules():
         if not isinstance(module, GroupedExperts):

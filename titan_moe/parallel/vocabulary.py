@@ -48,7 +48,7 @@ class VocabParallelHead:
         """[B, n, D] -> logits of all words [B, N, P·V], or with labels int64 [B, N] a scalar, fp32 or wider."""
         x_BnD = self.head.scaled(x_BnD)
         if labels_BN is None:
-            logits_BNV = F.linear(gather_sequence(x_BnD, self.group), self.head.weight)
+            logits_BNV = F.linear(gather_sequence(x_BnD, self.group), self.head.weight, self.head.bias)
             return all_gather(logits_BNV.movedim(-1, 0), self.group).movedim(0, -1)
         x_TD = all_gather(x_BnD, self.group).flatten(0, -2)
         labels_T = by_rank(labels_BN, self.group.size()).flatten()
@@ -58,14 +58,17 @@ class VocabParallelHead:
     def cross_entropy(self, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
         """Sum the cross entropies of `x @ weight.T`: [T, D], [V, D], int64 [T] -> scalar, equal on all ranks.
 
-        The gradient of x is a sum over ranks; each rank has its own part of it.
+        The head's bias is added, if it has one. The gradient of x is a sum over ranks; each rank has its own part.
         """
         if self.head.cross_entropy is fused_cross_entropy:
             return fused_cross_entropy_over_ranks(x_TD, weight_VD, labels_T, chunk_tokens, self.group.group_name)
         if torch.is_grad_enabled():
-            return linear_cross_entropy(x_TD, weight_VD, labels_T, chunk_tokens, self.loss_and_dlogits)
+            softmax = self.loss_and_dlogits
+            return linear_cross_entropy(x_TD, weight_VD, labels_T, chunk_tokens, softmax, **self.head.added)
+        bias_V = self.head.bias
         chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
-        return torch.stack([self.loss_and_dlogits(x @ weight_VD.T, labels)[0] for x, labels in chunks]).sum()
+        losses = [self.loss_and_dlogits(F.linear(x, weight_VD, bias_V), labels)[0] for x, labels in chunks]
+        return torch.stack(losses).sum()
 
     def loss_and_dlogits(self, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss of a chunk, and dlogits of this rank's words in the logits' dtype."""

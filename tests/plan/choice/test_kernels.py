@@ -65,6 +65,7 @@ def test_auto_is_grouped_mm_elsewhere(capability: Capability | None) -> None:
         ("--model.moe.score_on=input", replace(FUSED, experts="grouped_mm")),
         ("--model.moe.expert_mlp_bias=true", replace(FUSED, experts="grouped_mm")),
         ("--precision.experts=nvfp4 --precision.backend=emulated", replace(FUSED, experts="grouped_mm")),
+        ("--model.head_bias=true", replace(FUSED, head="torch")),
         ("--precision.master=fp64", replace(FUSED, gradients="torch")),
         (
             "--precision.master=fp64 --model.moe.score_on=input",

@@ -43,7 +43,7 @@ SPLIT_MODELS = {
     "mla without query compression": replace(MODEL, attention=replace(MLA, q_lora_rank=0)),
     "gates, tied": replace(MODEL, embeddings_are_tied=True, moe=replace(MOE, shared_expert_gate=True)),
     "biases of experts": replace(MODEL, moe=replace(MOE, expert_mlp_bias=True, router_bias=True)),
-    "dense, layer norms": replace(MODEL, norm="layer", moe=MoEConfig(num_experts=0)),
+    "dense, layer norms": replace(MODEL, norm="layer", head_bias=True, moe=MoEConfig(num_experts=0)),
 }
 
 

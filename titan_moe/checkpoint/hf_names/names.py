@@ -193,6 +193,7 @@ COMMON: Names = {
     "embed.weight": one("model.embed_tokens.weight"),
     "norm.weight": one("model.norm.weight"),
     "head.weight": one("lm_head.weight"),
+    "head.bias": one("lm_head.bias"),
     "attention_norm.weight": one("input_layernorm.weight"),
     "ffn_norm.weight": one("post_attention_layernorm.weight"),
     "attention.out.weight": one("self_attn.o_proj.weight"),

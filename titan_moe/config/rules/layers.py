@@ -53,6 +53,13 @@ def fused_experts_have_their_needs(layers: Layers, world_size: int) -> Iterator[
         yield f'kernels.experts = "fused" needs {need}'
 
 
+@rule("these kernels have no such option", "kernels.head model.head_bias")
+def triton_kernels_have_their_needs(layers: Layers, world_size: int) -> Iterator[str]:
+    for name, need in layers.model.unmet_needs_of_triton.items():
+        if getattr(layers.kernels, name) == "triton":
+            yield f'kernels.{name} = "triton" needs {need}'
+
+
 def _of_layers(of_recipe: Rule) -> Rule:
     """A rule of recipes where there is none."""
     fields = tuple(field.replace("perf.kernels", "kernels.experts") for field in of_recipe.fields)
@@ -62,7 +69,7 @@ def _of_layers(of_recipe: Rule) -> Rule:
 OF_EXPERTS = [_of_layers(expert_rows_are_aligned), fused_experts_have_their_needs]
 OF_MOE = [*map(_of_layers, MOE_RULES), moe_layers_have_experts, *OF_EXPERTS]
 OF_ATTENTION = [*map(_of_layers, ATTENTION_RULES)]
-OF_A_MODEL = [*map(_of_layers, [*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES])]
+OF_A_MODEL = [*map(_of_layers, [*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES]), triton_kernels_have_their_needs]
 
 
 def check_moe(config: ModelConfig, kernels: Kernels) -> None:

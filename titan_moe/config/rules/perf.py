@@ -30,10 +30,11 @@ def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 @rule(
-    "Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them",
+    "Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them, "
+    "and no loss in Triton adds a bias",
     "perf.kernels perf.override.experts permute router rotary head gradients precision.compute master gradients "
     "run.device "
-    "model.moe.score_on expert_mlp_bias",
+    "model.moe.score_on expert_mlp_bias model.head_bias",
 )
 def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels
@@ -54,6 +55,10 @@ def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
         key = key_of_kernel(recipe, "experts")
         for need in recipe.model.moe.unmet_needs_of_fused:
             yield f'{key} = "fused" needs {need}'
+    for name, need in recipe.model.unmet_needs_of_triton.items():
+        if getattr(kernels, name) == "triton":
+            key = key_of_kernel(recipe, name)
+            yield f'{key} = "{recipe.perf.kernels if key == "perf.kernels" else "triton"}" needs {need}'
     p = recipe.precision
     if kernels.gradients == "triton" and (p.compute, p.gradients_dtype) != ("bf16", "fp32"):
         key, field = key_of_kernel(recipe, "gradients"), "master" if p.gradients == "master" else "gradients"

@@ -33,9 +33,11 @@ def require_words(labels_T: Tensor, num_words: int) -> None:
     torch._assert_async((is_word_T | (labels_T == IGNORE_LABEL)).all(), "a label is outside of the vocabulary")
 
 
-def linear_cross_entropy_reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0) -> Tensor:
-    """Sum the cross entropies of `x @ weight.T`, all logits at once, in at least fp32."""
-    logits_TV = F.linear(x_TD, weight_VD)
+def linear_cross_entropy_reference(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0, bias_V: Tensor | None = None
+) -> Tensor:
+    """Sum the cross entropies of `x @ weight.T + bias`, all logits at once, in at least fp32."""
+    logits_TV = F.linear(x_TD, weight_VD, bias_V)
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
 
@@ -53,32 +55,44 @@ def loss_and_dlogits(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tenso
 
 
 LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-CrossEntropy = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""x_TD, weight_VD, labels_T, chunk_tokens -> summed loss."""
+CrossEntropy = Callable[..., Tensor]
+"""x_TD, weight_VD, labels_T, chunk_tokens -> summed loss. Those without Triton take `bias_V` by name too."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, softmax: LossAndGradient
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_T: Tensor,
+        chunk_tokens: int,
+        softmax: LossAndGradient,
     ) -> Tensor:
-        losses, grads_x_CD = [], []
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+        losses, grads_x_CD, wide = [], [], torch.promote_types(weight_VD.dtype, torch.float32)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide)
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         for x_CD, labels_C in zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True):
-            loss, dlogits_CV = softmax(x_CD @ weight_VD.T, labels_C)
+            loss, dlogits_CV = softmax(F.linear(x_CD, weight_VD, bias_V), labels_C)
             losses.append(loss)
             grads_x_CD.append(dlogits_CV @ weight_VD)
             grad_weight_VD = _add_product(grad_weight_VD, dlogits_CV.T, x_CD)
-        ctx.save_for_backward(torch.cat(grads_x_CD), grad_weight_VD)
+            if grad_bias_V is not None:
+                grad_bias_V = grad_bias_V + dlogits_CV.sum(0, dtype=wide)
+        ctx.save_for_backward(torch.cat(grads_x_CD), grad_weight_VD, grad_bias_V)
         ctx.dtype = x_TD.dtype
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         # the product is computed in the loss's dtype: in bf16 the factor 1/tokens would be rounded. The cast copies,
         # because compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
-        grads = [(grad.to(grad_loss.dtype) * grad_loss).to(ctx.dtype, copy=True) for grad in ctx.saved_tensors]
-        return grads[0], grads[1], None, None, None
+        grads = [
+            None if grad is None else (grad.to(grad_loss.dtype) * grad_loss).to(ctx.dtype, copy=True)
+            for grad in ctx.saved_tensors
+        ]
+        return *grads, None, None, None
 
 
 @torch.library.custom_op("titan_moe::add_product", mutates_args=())
@@ -102,20 +116,23 @@ def linear_cross_entropy(
     labels_T: Tensor,
     chunk_tokens: int = 4096,
     softmax: LossAndGradient = loss_and_dlogits,
+    bias_V: Tensor | None = None,
 ) -> Tensor:
-    """Sum the cross entropies of `x @ weight.T` against the labels. All logits never exist at once.
+    """Sum the cross entropies of `x @ weight.T + bias` against the labels. All logits never exist at once.
 
-    Shapes: x [T, D], weight [V, D], labels int64 [T], `IGNORE_LABEL` for none -> scalar in at least fp32.
+    Shapes: x [T, D], weight [V, D], bias [V], labels int64 [T], `IGNORE_LABEL` for none -> scalar in at least fp32.
 
     `chunk_tokens` is the number of tokens whose logits exist at a time; 0 computes all logits at once. With gradients
     disabled only the loss is computed. `softmax` is `loss_and_dlogits`, eager or compiled.
     """
     if chunk_tokens == 0:
-        return linear_cross_entropy_reference(x_TD, weight_VD, labels_T)
+        return linear_cross_entropy_reference(x_TD, weight_VD, labels_T, bias_V=bias_V)
     if not torch.is_grad_enabled():
         chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
-        return torch.stack([linear_cross_entropy_reference(x, weight_VD, labels) for x, labels in chunks]).sum()
-    return _LinearCrossEntropy.apply(as_operand(x_TD), as_operand(weight_VD), labels_T, chunk_tokens, softmax)
+        losses = [linear_cross_entropy_reference(x, weight_VD, labels, bias_V=bias_V) for x, labels in chunks]
+        return torch.stack(losses).sum()
+    bias_V = None if bias_V is None else as_operand(bias_V)
+    return _LinearCrossEntropy.apply(as_operand(x_TD), as_operand(weight_VD), bias_V, labels_T, chunk_tokens, softmax)
 
 
 register(Kernel("linear_cross_entropy", linear_cross_entropy, linear_cross_entropy_reference))

@@ -27,9 +27,15 @@ def resolve_kernels(recipe: Recipe, world_size: int, capability: Capability | No
     if recipe.perf.kernels != "auto":
         return recipe.perf
     wins = capability in FUSED_WINS and recipe.precision.compute == "bf16"
-    allowed = [_set(recipe.perf, **choice) for choice in PREFERENCES if wins or choice["kernels"] != "fused"]
+    in_torch = dict.fromkeys(recipe.model.unmet_needs_of_triton, "torch")
+    fused = [_set(recipe.perf, **choice, **in_torch) for choice in PREFERENCES if wins and _is_fused(choice)]
+    allowed = fused + [_set(recipe.perf, **choice) for choice in PREFERENCES if not _is_fused(choice)]
     can_run = (perf for perf in allowed if not check_rules(replace(recipe, perf=perf), world_size))
     return next(can_run, _set(recipe.perf, "grouped_mm"))
+
+
+def _is_fused(choice: dict[str, Any]) -> bool:
+    return choice["kernels"] == "fused"
 
 
 def _set(perf: PerfConfig, kernels: Any, **backends: Any) -> PerfConfig:
