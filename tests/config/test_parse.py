@@ -276,6 +276,9 @@ def test_parse_list_of_integers(tmp_path: Path, text: str) -> None:
     assert recipe.model.dense_layers == (2, 0)
     assert load_recipe(write(tmp_path, "saved.toml", dump_recipe(recipe))) == recipe
     assert load_recipe(file, ["--model.dense_layers=3"]).model.dense_layers == (3,)
+    for text in ("[1, 2.5]", "1,2.5"):
+        longrope = load_recipe(file, [f"--model.attention.longrope_long_factor={text}"]).model.attention
+        assert longrope.longrope_long_factor == (1.0, 2.5)
     (problem,) = problems_of(write(tmp_path, "wrong.toml", "[model]\ndense_layers = [1, true]"))
     assert "model.dense_layers = [1, true] must be a list of integers" in problem
 

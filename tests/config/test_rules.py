@@ -43,6 +43,9 @@ PIPELINE = "--parallel.pp=2 --train.micro_batch_sequences=1"
 ZERO_BUBBLE = f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2 --parallel.accumulate_unsharded=true"
 """The same with split backwards."""
 
+LONGROPE = f"--model.attention.longrope_short_factor={[1.5] * 32} --model.attention.longrope_long_factor={[3.0] * 32}"
+LONGROPE = LONGROPE.replace(", ", ",")
+
 # rule -> (overrides that break it, a part of the message)
 BROKEN = {
     "numbers_are_in_range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
@@ -80,6 +83,18 @@ BROKEN = {
     "yarn_betas_are_ordered": (
         "--model.attention.yarn_factor=4 --model.attention.yarn_beta_slow=40",
         "yarn_beta_fast",
+    ),
+    "longrope_has_a_divisor_for_each_pair": (
+        "--model.attention.longrope_short_factor=1,1.5",
+        "longrope_short_factor has 2 numbers for the 32 rotated pairs",
+    ),
+    "longrope_excludes_yarn": (
+        f"{LONGROPE} --model.attention.yarn_factor=4",
+        "yarn_factor = 4 does not go with model.attention.longrope_short_factor",
+    ),
+    "longrope_covers_the_sequences": (
+        f"{LONGROPE} --model.attention.longrope_original_tokens=8",
+        'exceeds model.attention.longrope_original_tokens = 8 with model.attention.longrope_applies = "short"',
     ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
     "some_layers_have_experts": (

@@ -64,6 +64,44 @@ def test_rope_width_of_mla_is_the_rotated_part() -> None:
     assert rope_tables(mla, TOKENS, CPU)[0].shape == (TOKENS, 8)
 
 
+@pytest.mark.parametrize(("applies", "num_tokens"), [("short", 8), ("long", 20)])
+def test_longrope_is_that_of_transformers(applies: str, num_tokens: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    short, long = [1.0, 1.3, 1.7, 2.5], [1.0, 3.0, 9.0, 40.0]
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": short, "long_factor": long}
+    theirs = transformers.Phi3Config(
+        hidden_size=2 * WIDTH,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        original_max_position_embeddings=8,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    frequencies, scale = utils.ROPE_INIT_FUNCTIONS["longrope"](theirs, CPU, seq_len=num_tokens)
+    assert scale == pytest.approx(math.sqrt(1 + math.log(4) / math.log(8)))
+    ours = config(
+        longrope_short_factor=tuple(short),
+        longrope_long_factor=tuple(long),
+        longrope_applies=applies,
+        longrope_original_tokens=8,
+        longrope_short_scale=scale,
+        longrope_long_scale=scale,
+    )
+    angles = torch.arange(num_tokens)[:, None] * frequencies
+    cos, sin = rope_tables(ours, num_tokens, CPU)
+    torch.testing.assert_close(cos, angles.cos() * scale, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin, angles.sin() * scale, rtol=0, atol=1e-5)
+
+
+def test_short_longrope_refuses_longer_sequences() -> None:
+    short = config(longrope_short_factor=(1.0,) * 4, longrope_long_factor=(2.0,) * 4, longrope_original_tokens=TOKENS)
+    assert len(rope_tables(short, TOKENS, CPU)[0]) == TOKENS
+    with pytest.raises(ValueError, match='has 6 tokens, and model.attention.longrope_applies = "short" is for at most'):
+        rope_tables(short, TOKENS + 1, CPU)
+
+
 def test_yarn_keeps_high_frequencies_and_divides_low_ones() -> None:
     """The rotations of a pair over the original context decide. DeepSeek rounds the limits outward to whole pairs."""
     width, theta, factor, original, fast, slow = 64, 10_000.0, 40.0, 4096, 32.0, 1.0

@@ -72,6 +72,22 @@ class AttentionConfig:
     sin."""
     yarn_mscale_all_dim: float = 0.0
     """DeepSeek's YaRN scale for all head dimensions; its square multiplies the softmax scale of `mla`. 0 means none."""
+    longrope_short_factor: tuple[float, ...] = ()
+    """LongRoPE (arXiv:2402.13753; Phi-3.5-MoE): a divisor of the frequency of each rotated pair, for contexts of up to
+    `longrope_original_tokens`. Empty disables LongRoPE."""
+    longrope_long_factor: tuple[float, ...] = ()
+    """The divisors for longer contexts."""
+    longrope_applies: Literal["short", "long"] = "short"
+    """The list that training, evaluation and generate take, whatever the length of a sequence, so that cached keys and
+    new ones have the same frequencies.
+    `short`: `longrope_short_factor`. Sequences of more than `longrope_original_tokens` are refused.
+    `long`: `longrope_long_factor`, for shorter sequences too."""
+    longrope_original_tokens: int = 4096
+    """Context length before LongRoPE's extension."""
+    longrope_short_scale: float = 1.0
+    """LongRoPE's factor on cos and sin with `longrope_short_factor` (`short_mscale`, or `attention_factor`)."""
+    longrope_long_scale: float = 1.0
+    """The same with `longrope_long_factor` (`long_mscale`, or `attention_factor`)."""
     q_lora_rank: int = 0
     """Rank of the query compression of `mla`; 0 projects queries directly (DeepSeek-V2-Lite)."""
     kv_lora_rank: int = 512
@@ -97,6 +113,15 @@ class AttentionConfig:
         """The factor on the products of queries and keys, without YaRN's."""
         width = self.head_dim if self.kind == "gqa" else self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.softmax_scale or width**-0.5
+
+    @property
+    def longrope(self) -> tuple[tuple[float, ...], float]:
+        """The divisors of frequencies that apply, and the factor on cos and sin. Empty and one without LongRoPE."""
+        if not self.longrope_short_factor:
+            return (), 1.0
+        if self.longrope_applies == "long":
+            return self.longrope_long_factor, self.longrope_long_scale
+        return self.longrope_short_factor, self.longrope_short_scale
 
     def window(self, layer: int, seq_len_tokens: int) -> int:
         """Number of latest tokens that a token attends to in a layer, itself included. The first layer is 0."""

@@ -228,6 +228,8 @@ def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
     value = _from_text(key.plain_type, setting.value) if setting.is_text else setting.value
     if key.dotted in PATHS and type(value) is str:
         value = os.path.expanduser(value)
+    if key.is_list and key.entry_type is float and type(value) is list:
+        value = [_as_float(entry) if type(entry) is int else entry for entry in value]
     if key.is_list and type(value) is list and all(type(entry) is key.entry_type for entry in value):
         value = tuple(value)
     if key.is_list and type(value) is str and key.default and not setting.is_text:
@@ -288,7 +290,7 @@ def _list_from_text(text: str, of_type: type) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         value = [_from_text(of_type, entry.strip()) for entry in text.split(",") if entry.strip()]
-    return [value] if of_type is int and type(value) is int else value
+    return [value] if of_type in (int, float) and type(value) in (int, of_type) else value
 
 
 def _dump_section(section: Any, dotted: str) -> list[str]:

@@ -19,6 +19,8 @@ from titan_moe.config.experimental import EXPERIMENTAL
 SHOWN_ENTRIES = 5
 SHOWN_CHARACTERS = 120
 """Of a value in a message."""
+ENTRIES = {int: "integers", float: "numbers", str: "strings"}
+"""Type of the entries of a list -> in words."""
 
 
 class OneOf(NamedTuple):
@@ -39,7 +41,7 @@ class Key:
     attribute: str
     """Name of the field in Python: `class_` for the key `class`."""
     type: Any
-    """`int`, `float`, `bool`, `str`, `tuple[str, ...]`, `tuple[int, ...]`, a `Literal`, a string annotated with
+    """`int`, `float`, `bool`, `str`, a tuple of `str`, `int` or `float`, a `Literal`, a string annotated with
     `OneOf`, a number or one word (`float | Literal["auto"]`), or the dataclass of a section."""
     default: Any
     """Default of a field; None for a section."""
@@ -150,7 +152,7 @@ def type_in_words(key: Key) -> str:
     if key.choices:
         return "one of " + ", ".join(in_toml(choice) for choice in key.choices)
     if key.is_list:
-        return f"a list of {'integers' if key.entry_type is int else 'strings'}"
+        return f"a list of {ENTRIES[key.entry_type]}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.plain_type]
     return f"{words} or {in_toml(key.word)}" if key.word else words
 

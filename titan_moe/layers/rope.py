@@ -1,4 +1,5 @@
-"""Rotary position embedding (arXiv:2104.09864) with DeepSeek's variant of YaRN (arXiv:2309.00071).
+"""Rotary position embedding (arXiv:2104.09864), with DeepSeek's variant of YaRN (arXiv:2309.00071) or with LongRoPE
+(arXiv:2402.13753).
 
 N sequence · R rotated width of a head
 """
@@ -21,14 +22,29 @@ def rotated_width(config: AttentionConfig) -> int:
 
 
 def rope_tables(config: AttentionConfig, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position: two fp32 tensors [N, R/2], with YaRN's scale."""
+    """Cosines and sines of every position: two fp32 tensors [N, R/2], with the scale of YaRN or LongRoPE.
+
+    Raises: ValueError for more tokens than the divisors of LongRoPE are for.
+    """
+    if (
+        config.longrope_short_factor
+        and config.longrope_applies == "short"
+        and num_tokens > config.longrope_original_tokens
+    ):
+        raise ValueError(
+            f'a sequence has {num_tokens} tokens, and model.attention.longrope_applies = "short" is for at most '
+            f'longrope_original_tokens = {config.longrope_original_tokens}; take "long" or shorter sequences'
+        )
     width = rotated_width(config)
     frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     if config.yarn_factor > 1:
         frequencies = _yarn_frequencies(frequencies, config, width)
+    divisors, longrope_scale = config.longrope
+    if divisors:
+        frequencies = frequencies / torch.tensor(divisors, dtype=torch.float32, device=device)
     angles_NR = torch.arange(num_tokens, dtype=torch.float32, device=device)[:, None] * frequencies
     mscale, mscale_all_dim = config.yarn_mscale, config.yarn_mscale_all_dim
-    scale = yarn_scale(config.yarn_factor, mscale) / yarn_scale(config.yarn_factor, mscale_all_dim)
+    scale = yarn_scale(config.yarn_factor, mscale) / yarn_scale(config.yarn_factor, mscale_all_dim) * longrope_scale
     return angles_NR.cos() * scale, angles_NR.sin() * scale
 
 

@@ -154,6 +154,8 @@ def _meant(model: ModelConfig) -> ModelConfig:
     of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias", "sinks", "clip_qkv"}
     of_gqa |= of_norm | {"partial_rotary_factor"}
     of_mla = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_eps"}
+    if not attention.longrope_short_factor:
+        unread |= {f"attention.{one.name}" for one in fields(attention) if one.name.startswith("longrope_")}
     unread |= {f"attention.{name}" for name in (of_mla if attention.kind == "gqa" else of_gqa)}
     if not attention.qk_norm:
         unread |= {f"attention.{name}" for name in of_norm}

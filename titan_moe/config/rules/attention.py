@@ -68,4 +68,29 @@ yarn_betas_are_ordered = row(
 )
 
 
+@rule(
+    "LongRoPE divides the frequency of each rotated pair, by one number in short contexts and by another in long ones",
+    "model.attention.longrope_short_factor longrope_long_factor head_dim qk_rope_head_dim partial_rotary_factor",
+)
+def longrope_has_a_divisor_for_each_pair(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a = recipe.model.attention
+    num_pairs = (a.rotated_head_dim if a.kind == "gqa" else a.qk_rope_head_dim) // 2
+    if not (a.longrope_short_factor or a.longrope_long_factor):
+        return
+    for key in ("longrope_short_factor", "longrope_long_factor"):
+        factors = getattr(a, key)
+        if len(factors) != num_pairs:
+            yield f"model.attention.{key} has {len(factors)} numbers for the {num_pairs} rotated pairs of a head"
+        elif not all(0 < factor < float("inf") for factor in factors):
+            yield f"model.attention.{key} has numbers that are not finite and above 0"
+
+
+longrope_excludes_yarn = row(
+    "both extend the context, each by its own frequencies",
+    lambda r: r.model.attention.longrope_short_factor and r.model.attention.yarn_factor > 1,
+    "{model.attention.yarn_factor} does not go with model.attention.longrope_short_factor",
+    "model.attention.longrope_short_factor yarn_factor",
+)
+
+
 ATTENTION_RULES = rules_in(globals())

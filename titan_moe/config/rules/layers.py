@@ -120,5 +120,7 @@ def _fits(key: Key, value: Any) -> bool:
     if key.choices:
         return value in list(key.choices)
     if key.is_list:
-        return isinstance(value, tuple) and all(isinstance(entry, key.entry_type) for entry in value)
+        return isinstance(value, tuple) and all(
+            isinstance(entry, NUMBERS.get(key.entry_type, key.entry_type)) for entry in value
+        )
     return isinstance(value, NUMBERS.get(key.type, key.type))

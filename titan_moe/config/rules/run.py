@@ -129,4 +129,16 @@ def trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield Problem(problem, steps=[max(steps - p.num_steps + 1, 1)])
 
 
+longrope_covers_the_sequences = row(
+    "the divisors of short contexts are for those before LongRoPE's extension",
+    lambda r: (
+        r.model.attention.longrope_short_factor
+        and r.model.attention.longrope_applies == "short"
+        and r.train.seq_len_tokens > r.model.attention.longrope_original_tokens
+    ),
+    "{train.seq_len_tokens} exceeds {model.attention.longrope_original_tokens} with {model.attention.longrope_applies}",
+    "model.attention.longrope_applies longrope_original_tokens train.seq_len_tokens",
+)
+
+
 RUN_RULES = rules_in(globals())
