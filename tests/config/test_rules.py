@@ -109,6 +109,10 @@ BROKEN = {
     "dense_layers_are_layers": ("--model.dense_layers=[1,4]", "[1, 4] must be different layers of"),
     "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layer dense"),
     "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "MoE layers have 16 experts"),
+    "sparsemixer_has_its_settings": (
+        "--model.moe.score_fn=sparsemixer",
+        "needs model.moe.normalize_topk = false, not true",
+    ),
     "top_k_fits_experts": ("--model.moe.top_k=17", "top_k = 17 exceeds model.moe.num_experts = 16"),
     "one_weight_is_not_normalised": (
         "--model.moe.top_k=1",

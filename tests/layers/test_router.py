@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.kernels.router.routing import RoutingRule, choose_experts
+from titan_moe.kernels.router.routing import RoutingRule, choose_experts, route_tokens_reference
 from titan_moe.layers.router import TopKRouter
 
 MOE = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=8)
@@ -130,3 +130,20 @@ def test_router_gradient_is_that_of_the_formula() -> None:
 def test_router_names_the_shape_that_it_takes(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=rf"takes hidden states \[B, N, {WIDTH}\].* got {re.escape(str(list(shape)))}"):
         built(MOE)(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kept", [None, torch.full((3, 40, 2), -1, dtype=torch.int32)], ids=["first", "kept"])
+def test_sparsemixer_is_that_of_transformers_in_evaluation(kept: torch.Tensor | None) -> None:
+    theirs = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    torch.manual_seed(0)
+    logits_BNE = torch.randn(3, 40, 5, dtype=torch.float64, requires_grad=True)
+    rule = RoutingRule("sparsemixer", 2, normalize_topk=False, sparsemixer_jitter=0.3)
+    routing = route_tokens_reference(logits_BNE, torch.zeros(5), rule, None, kept)
+    scores_TK, ids_TK = theirs.sparsemixer(logits_BNE.flatten(0, 1), jitter_eps=0.3, training=False)
+    assert torch.equal(routing.topk_ids_BNK.flatten(0, 1), ids_TK)
+    torch.testing.assert_close(routing.topk_scores_BNK.flatten(0, 1), scores_TK)
+    assert ((scores_TK > 0.3) & (scores_TK < 1)).any() and (scores_TK == 1).any(), "some are alone"
+    weights_TK = torch.randn_like(scores_TK)
+    (expected,) = torch.autograd.grad((scores_TK * weights_TK).sum(), logits_BNE)
+    (actual,) = torch.autograd.grad((routing.topk_scores_BNK.flatten(0, 1) * weights_TK).sum(), logits_BNE)
+    torch.testing.assert_close(actual, expected)

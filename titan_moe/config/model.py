@@ -146,10 +146,16 @@ class MoEConfig:
     latent_size: int = 0
     """Width of tokens between dispatch and combine, with a projection before and after (latent MoE); 0 means
     `hidden_size`, without projections."""
-    score_fn: Literal["softmax", "sigmoid"] = "softmax"
+    score_fn: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     """The function of router logits that gives scores.
     `softmax`: Softmax over all experts.
-    `sigmoid`: Sigmoid of each logit (arXiv:2408.15664)."""
+    `sigmoid`: Sigmoid of each logit (arXiv:2408.15664).
+    `sparsemixer`: Two experts a token, one after the other: the best, and the best of the others. The score of each is
+    a softmax over those left whose logits are within `sparsemixer_jitter` of its own (Phi-3.5-MoE, arXiv:2409.12136).
+    Experts are not drawn at random in training, so a run is that of evaluation, with its gradients."""
+    sparsemixer_jitter: float = 0.01
+    """Half of the relative distance to the best logit up to which others join the softmax of `sparsemixer`
+    (`router_jitter_noise`)."""
     normalize_topk: bool = True
     """Divide the K selected scores of a token by their sum."""
     route_scale: float = 1.0
@@ -286,7 +292,10 @@ class ModelConfig:
     @property
     def unmet_needs_of_triton(self) -> dict[str, str]:
         """Operation of `[perf.override]` -> the setting that its Triton kernel needs and that is not this model's."""
-        return {"head": "model.head_bias = false"} if self.head_bias else {}
+        needs = {"head": "model.head_bias = false"} if self.head_bias else {}
+        if self.moe.score_fn == "sparsemixer":
+            needs["router"] = 'another model.moe.score_fn than "sparsemixer"'
+        return needs
 
     @property
     def expert_width(self) -> int:

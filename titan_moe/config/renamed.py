@@ -109,6 +109,7 @@ SPELLINGS = {
     "model.moe.num_groups": "moe_router_num_groups n_group n_groups num_expert_groups",
     "model.moe.top_k_groups": "moe_router_group_topk topk_group num_limited_groups",
     'model.moe.group_score ("group_limited_greedy" -> "max", "noaux_tc" -> "top2_sum")': "topk_method",
+    "model.moe.sparsemixer_jitter": "router_jitter_noise",
     "model.moe.score_fn": "moe_router_score_function scoring_func",
     "model.moe.normalize_topk": "norm_topk_prob route_norm moe_renormalize",
     "model.moe.normalize_topk (the opposite value)": "moe_router_pre_softmax",

@@ -45,6 +45,7 @@ class TopKRouter(WideBuffers):
             moe.normalize_topk,
             moe.route_scale,
             counts_by_score=moe.aux_loss_coef > 0,
+            sparsemixer_jitter=moe.sparsemixer_jitter,
         )
         self.logits = ROUTER_LOGITS[kernels.router]
         self.route = ROUTE_TOKENS[kernels.router]

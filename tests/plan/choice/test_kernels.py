@@ -66,6 +66,10 @@ def test_auto_is_grouped_mm_elsewhere(capability: Capability | None) -> None:
         ("--model.moe.expert_mlp_bias=true", replace(FUSED, experts="grouped_mm")),
         ("--precision.experts=nvfp4 --precision.backend=emulated", replace(FUSED, experts="grouped_mm")),
         ("--model.head_bias=true", replace(FUSED, head="torch")),
+        (
+            "--model.moe.score_fn=sparsemixer --model.moe.top_k=2 --model.moe.normalize_topk=false",
+            replace(FUSED, router="torch"),
+        ),
         ("--precision.master=fp64", replace(FUSED, gradients="torch")),
         (
             "--precision.master=fp64 --model.moe.score_on=input",

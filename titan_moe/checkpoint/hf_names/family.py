@@ -163,6 +163,8 @@ def _meant(model: ModelConfig) -> ModelConfig:
         unread |= {f"attention.{one.name}" for one in fields(attention) if one.name.startswith("yarn_")}
     if not attention.sliding_window:
         unread |= {"attention.full_attention_every"}
+    if moe.score_fn != "sparsemixer":
+        unread |= {"moe.sparsemixer_jitter"}
     if moe.num_groups == 1:
         unread |= {"moe.group_score", "moe.top_k_groups"}
     if not len(model.layers_by_kind[0]):

@@ -53,7 +53,7 @@ def fused_experts_have_their_needs(layers: Layers, world_size: int) -> Iterator[
         yield f'kernels.experts = "fused" needs {need}'
 
 
-@rule("these kernels have no such option", "kernels.head model.head_bias")
+@rule("these kernels have no such option", "kernels.head router model.head_bias model.moe.score_fn")
 def triton_kernels_have_their_needs(layers: Layers, world_size: int) -> Iterator[str]:
     for name, need in layers.model.unmet_needs_of_triton.items():
         if getattr(layers.kernels, name) == "triton":
@@ -67,7 +67,7 @@ def _of_layers(of_recipe: Rule) -> Rule:
 
 
 OF_EXPERTS = [_of_layers(expert_rows_are_aligned), fused_experts_have_their_needs]
-OF_MOE = [*map(_of_layers, MOE_RULES), moe_layers_have_experts, *OF_EXPERTS]
+OF_MOE = [*map(_of_layers, MOE_RULES), moe_layers_have_experts, triton_kernels_have_their_needs, *OF_EXPERTS]
 OF_ATTENTION = [*map(_of_layers, ATTENTION_RULES)]
 OF_A_MODEL = [*map(_of_layers, [*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES]), triton_kernels_have_their_needs]
 

@@ -1,10 +1,11 @@
 """Rules of the mixture-of-experts layer's shape, on any device."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, at_most, divides, row, rule, rules_in
-from titan_moe.config.schema import counted
+from titan_moe.config.schema import counted, in_toml
 
 
 @rule("an expert of width 0 computes nothing", "model.moe.ffn_hidden_size num_experts")
@@ -56,6 +57,23 @@ shared_gate_needs_shared_experts = row(
     "{model.moe.shared_expert_gate} needs shared experts, but {model.moe.shared_ffn_hidden_size}",
     steps=lambda r: [r.model.moe.ffn_hidden_size],
 )
+
+
+@rule(
+    "sparsemixer takes two experts of all, and weighs each by itself",
+    "model.moe.score_fn top_k num_groups normalize_topk bias_update_speed",
+)
+def sparsemixer_has_its_settings(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    needs: dict[str, tuple[Any, Any]] = {
+        "top_k = 2": (moe.top_k, 2),
+        "num_groups = 1": (moe.num_groups, 1),
+        "normalize_topk = false": (moe.normalize_topk, False),
+        "bias_update_speed = 0": (moe.bias_update_speed, 0),
+    }
+    for need, (value, wanted) in needs.items():
+        if moe.score_fn == "sparsemixer" and value != wanted:
+            yield f'model.moe.score_fn = "sparsemixer" needs model.moe.{need}, not {in_toml(value)}'
 
 
 MOE_RULES = rules_in(globals())

@@ -77,7 +77,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "num_experts ffn_hidden_size shared_ffn_hidden_size latent_size": ZERO_OR_MORE,
         "aux_loss_coef z_loss_coef bias_update_speed": ZERO_OR_MORE,
         "route_scale swiglu_alpha": ABOVE_ZERO,
-        "swiglu_limit swiglu_up_offset": ZERO_OR_MORE,
+        "swiglu_limit swiglu_up_offset sparsemixer_jitter": ZERO_OR_MORE,
     },
     "parallel": {
         "pp vpp dp_replicate cp tp ep etp": Range(1, RANKS),

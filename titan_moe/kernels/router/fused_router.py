@@ -22,11 +22,19 @@ from titan_moe.kernels.router.routing import Routing, RoutingRule, route_tokens_
 def _route_tokens(
     logits_BNE: Tensor, expert_bias_E: Tensor, forced_ids_BNK: Tensor | None, kept_ids_BNK: Tensor | None,
     score_fn: str, top_k: int, num_groups: int, top_k_groups: int, group_score: str, normalize_topk: bool,
-    route_scale: float, counts_by_score: bool,
+    route_scale: float, counts_by_score: bool, sparsemixer_jitter: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     refuse_cpu(logits_BNE, "router", "triton")
     rule = RoutingRule(
-        score_fn, top_k, num_groups, top_k_groups, group_score, normalize_topk, route_scale, counts_by_score
+        score_fn,
+        top_k,
+        num_groups,
+        top_k_groups,
+        group_score,
+        normalize_topk,
+        route_scale,
+        counts_by_score,
+        sparsemixer_jitter,
     )
     return tuple(route_forward(logits_BNE, expert_bias_E, rule, forced_ids_BNK, kept_ids_BNK))
 

@@ -24,7 +24,7 @@ class RoutingRule(NamedTuple):
     """How logits become experts and weights. Plain values, named as in `[model.moe]`."""
 
     score_fn: str
-    """`softmax` over all experts, or `sigmoid` of each."""
+    """`softmax` over all experts, `sigmoid` of each, or `sparsemixer`, of which there is no Triton kernel."""
     top_k: int
     num_groups: int = 1
     top_k_groups: int = 1
@@ -35,6 +35,7 @@ class RoutingRule(NamedTuple):
     route_scale: float = 1.0
     counts_by_score: bool = False
     """Also count each token's top-k by score alone, without bias and groups: the counts of the balancing loss."""
+    sparsemixer_jitter: float = 0.01
 
     @property
     def num_ranked(self) -> int:
@@ -87,11 +88,15 @@ def route_tokens_reference(
     The expert bias affects the selection, not the weights (arXiv:2408.15664). Forced ids are int64 and valid experts.
     """
     num_experts = logits_BNE.shape[-1]
-    scores_BNE = logits_BNE.softmax(dim=-1) if rule.score_fn == "softmax" else logits_BNE.sigmoid()
-    ids_BNK = choose_experts(scores_BNE.detach() + expert_bias_E, rule) if forced_ids_BNK is None else forced_ids_BNK
+    scores_BNE = logits_BNE.sigmoid() if rule.score_fn == "sigmoid" else logits_BNE.softmax(dim=-1)
+    ranked_BNE = (logits_BNE if rule.score_fn == "sparsemixer" else scores_BNE).detach() + expert_bias_E
+    ids_BNK = choose_experts(ranked_BNE, rule) if forced_ids_BNK is None else forced_ids_BNK
     if kept_ids_BNK is not None:
         ids_BNK = torch.where(kept_ids_BNK >= 0, kept_ids_BNK.long(), ids_BNK)
-    topk_scores_BNK = scores_BNE.gather(-1, ids_BNK)
+    if rule.score_fn == "sparsemixer":
+        topk_scores_BNK = sparsemixer(logits_BNE, ids_BNK, rule.sparsemixer_jitter)
+    else:
+        topk_scores_BNK = scores_BNE.gather(-1, ids_BNK)
     if rule.normalize_topk:
         topk_scores_BNK = topk_scores_BNK / (topk_scores_BNK.sum(-1, keepdim=True) + 1e-20)
     counts_BE = aux_counts_BE = count_tokens(ids_BNK, num_experts)
@@ -101,6 +106,18 @@ def route_tokens_reference(
     shares_BNE = scores_BNE / (scores_BNE.sum(-1, keepdim=True) + 1e-20)
     z_sum = torch.logsumexp(logits_BNE, dim=-1).square().sum()
     return Routing(topk_scores_BNK * rule.route_scale, ids_BNK, counts_BE, aux_counts_BE, shares_BNE.sum(1), z_sum)
+
+
+def sparsemixer(logits_BNE: Tensor, ids_BNK: Tensor, jitter: float) -> Tensor:
+    """Scores [B, N, 2] of two experts a token, the better one first (arXiv:2409.12136, as evaluated)."""
+    left_BNE, sizes_BNE, scores = logits_BNE, logits_BNE.detach().abs(), []
+    for id_BN1 in ids_BNK.split(1, dim=-1):
+        best_BN1 = left_BNE.detach().amax(-1, keepdim=True)
+        distance_BNE = (best_BN1 - logits_BNE.detach()) / torch.maximum(sizes_BNE, best_BN1)
+        near_BNE = left_BNE.masked_fill(distance_BNE > 2 * jitter, float("-inf"))
+        scores.append(near_BNE.softmax(dim=-1).gather(-1, id_BN1))
+        left_BNE = left_BNE.scatter(-1, id_BN1, float("-inf"))
+    return torch.cat(scores, dim=-1)
 
 
 def count_tokens(ids_BNK: Tensor, num_experts: int) -> Tensor:
@@ -113,7 +130,7 @@ def choose_experts(ranked_BNE: Tensor, rule: RoutingRule) -> Tensor:
     """Top-k experts, with groups only from a token's best ones (arXiv:2405.04434, arXiv:2412.19437): -> [B, N, K]."""
     if rule.num_groups > 1:
         ranked_BNE = _mask_groups(ranked_BNE, rule)
-    return ranked_BNE.topk(rule.top_k, dim=-1, sorted=False).indices
+    return ranked_BNE.topk(rule.top_k, dim=-1, sorted=rule.score_fn == "sparsemixer").indices
 
 
 def _mask_groups(ranked_BNE: Tensor, rule: RoutingRule) -> Tensor:
