@@ -83,6 +83,21 @@ def test_a_model_of_theirs_comes_in_and_goes_out(
     assert all(abs(one - other) < 1e-5 * one for one, other in zip(*both, strict=True))
 
 
+def test_sparsemixer_near_ties_is_theirs_in_evaluation(tmp_path: Path) -> None:
+    theirs = twin("phimoe", router_jitter_noise=0.3).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = ours_for(tmp_path)
+    load_hf(ours, tmp_path)
+    tokens, labels = torch.randint(61, (2, 2, 40)).unbind()
+    assert_near(ours(tokens), theirs(tokens).logits, "logits", 1e-4)
+    their_loss(theirs, tokens, labels).backward()
+    ours(tokens, labels).backward()
+    expected = on_disk(theirs, {key: p.grad for key, p in theirs.named_parameters() if p.requires_grad})
+    for key, gradient in in_their_names(ours, {key: p.grad for key, p in ours.named_parameters()}).items():
+        assert "gate" not in key or gradient.any(), key
+        assert_near(gradient, expected[key], key, 1e-3)
+
+
 def their_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")
 

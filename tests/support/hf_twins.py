@@ -48,6 +48,11 @@ HUNYUAN = BASE | {"num_key_value_heads": 3, "num_experts": 5, "moe_topk": 3, "he
 STRETCHED = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}
 GPT_OSS = BASE | {"num_key_value_heads": 3, "head_dim": 6, "num_local_experts": 5, "intermediate_size": 14}
 GPT_OSS |= {"sliding_window": 5, "swiglu_limit": 0.5, "rope_parameters": YARN | {"truncate": False, "factor": 32.0}}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0, 1.4, 2.5], "long_factor": [1.0, 4.0, 16.0], "short_mscale": 1.2, "long_mscale": 1.3}
+PHIMOE = BASE | {"num_key_value_heads": 3, "num_local_experts": 5, "intermediate_size": 14, "num_experts_per_tok": 2}
+PHIMOE |= {"attention_bias": True, "lm_head_bias": True, "rope_parameters": LONGROPE, "max_position_embeddings": 2048}
+PHIMOE |= {"router_jitter_noise": 0.0}  # with another one experts are drawn in training
 TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", GQA | {"head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("Qwen3Moe", GQA | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -70,6 +75,7 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": ("HunYuanMoEV1", HUNYUAN | {"rope_parameters": STRETCHED}),
     "gpt_oss": ("GptOss", GPT_OSS),
     "gpt_oss-without_yarn": ("GptOss", GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "phimoe": ("Phimoe", PHIMOE),
     "deepseek_v3": ("DeepseekV3", MLA | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
 }
 

@@ -28,6 +28,7 @@ from titan_moe.checkpoint.hf_names.parts import (
     SHARED,
     WINDOW,
 )
+from titan_moe.checkpoint.hf_names.phimoe import PHIMOE
 from titan_moe.config.model import ModelConfig
 
 QWEN = GQA | {
@@ -213,6 +214,7 @@ SOLAR_OPEN = replace(
 
 BUILT: tuple[Family, ...] = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
 BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE, GPT_OSS, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE4_5_MOE
+BUILT += (PHIMOE,)
 FAMILIES = {family.model_type: family for family in BUILT}
 
 
