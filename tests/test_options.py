@@ -105,6 +105,7 @@ KEPT = {
     "model.attention.full_attention_every": "gpt-oss, Gemma 3",
     "model.attention.rope_theta": "families differ: 1e4 to 1e6",
     "model.attention.partial_rotary_factor": "GLM-4.5, MiniMax-M2",
+    "model.attention.nope_every": "Llama 4, SmolLM3",
     "model.attention.rope_is_interleaved": "DeepSeek",
     "model.attention.yarn_factor": "DeepSeek-V2, gpt-oss",
     "model.attention.yarn_original_tokens": "YaRN",

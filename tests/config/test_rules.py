@@ -105,6 +105,10 @@ BROKEN = {
         "--model.attention.qk_norm_over=all_heads",
         'qk_norm_over = "all_heads" needs model.attention.qk_norm = true',
     ),
+    "layers_without_rope_are_some_of_the_layers": (
+        "--model.attention.nope_every=5",
+        "nope_every = 5 exceeds model.num_layers = 4",
+    ),
     "moe_layers_are_some_of_the_layers": ("--model.moe_every=5", "moe_every = 5 exceeds model.num_layers = 4"),
     "dense_layers_are_layers": ("--model.dense_layers=[1,4]", "[1, 4] must be different layers of"),
     "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layer dense"),

@@ -55,6 +55,9 @@ class AttentionConfig:
     """RoPE base frequency (arXiv:2104.09864)."""
     partial_rotary_factor: float = 1.0
     """Share of a `gqa` head that RoPE rotates, its first elements; the others pass (1/2 in GLM-4.5 and MiniMax-M2)."""
+    nope_every: int = 0
+    """Every n-th layer has no rotary embedding (4 in Llama 4 and SmolLM3; arXiv:2501.18795); 0 means no layer lacks
+    it."""
     rope_is_interleaved: bool = False
     """Rotate neighbouring pairs (DeepSeek) instead of halves (Llama, Qwen)."""
     yarn_factor: float = 1.0
@@ -122,6 +125,10 @@ class AttentionConfig:
         if self.longrope_applies == "long":
             return self.longrope_long_factor, self.longrope_long_scale
         return self.longrope_short_factor, self.longrope_short_scale
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer has a rotary embedding. The first layer is 0."""
+        return self.nope_every == 0 or (layer + 1) % self.nope_every > 0
 
     def window(self, layer: int, seq_len_tokens: int) -> int:
         """Number of latest tokens that a token attends to in a layer, itself included. The first layer is 0."""

@@ -45,7 +45,7 @@ def attention_backend(name: str) -> AbstractContextManager[None]:
 
 
 class Context(NamedTuple):
-    """RoPE tables and mask of a forward pass; blocks with equal windows share one."""
+    """RoPE tables and mask of a forward pass; blocks that attend alike share one."""
 
     cos_NR: Tensor  # fp32
     sin_NR: Tensor  # fp32

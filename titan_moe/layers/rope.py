@@ -48,6 +48,12 @@ def rope_tables(config: AttentionConfig, num_tokens: int, device: torch.device) 
     return angles_NR.cos() * scale, angles_NR.sin() * scale
 
 
+def no_rotation(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The tables of layers without rotary embedding, with which rotations change nothing."""
+    cos, sin = tables
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
 def yarn_scale(factor: float, mscale: float) -> float:
     """YaRN's attention temperature for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

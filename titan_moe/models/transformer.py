@@ -19,7 +19,7 @@ from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.kv_cache import KVCache
 from titan_moe.layers.mask import MASKS, Mask, MaskSpec, dense_mask
 from titan_moe.layers.norm import NORMS
-from titan_moe.layers.rope import rope_tables
+from titan_moe.layers.rope import no_rotation, rope_tables
 from titan_moe.models.generate import CachedForwards, NextLogits, TextGenerator, WholeForwards
 from titan_moe.models.part import PassThrough, tied_weight
 
@@ -88,7 +88,7 @@ class Transformer(nn.Module, TextGenerator):
         return self
 
     def contexts(self, x: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
-        """By layer, from tokens [B, N] or hidden states [B, N, D]; layers with equal windows share one."""
+        """By layer, from tokens [B, N] or hidden states [B, N, D]; layers that attend alike share one."""
         num_ranks = self.num_sequence_ranks if x.is_floating_point() else self.num_context_ranks
         attention, num_tokens, device = self.config.attention, x.shape[1] * num_ranks, x.device
         tables, positions_Q = rope_tables(attention, num_tokens, device), None
@@ -96,13 +96,12 @@ class Transformer(nn.Module, TextGenerator):
             chunks = self.query_shard.slices(num_tokens)
             positions_Q = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
             tables = tables[0][positions_Q], tables[1][positions_Q]
-        windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
-        shared: dict[int, Context] = {}
-        for window in set(windows.values()):
+
+        def mask(window: int) -> Mask:
             spec = MaskSpec(num_tokens, window, document_ids_BN, device, positions_Q)
-            has_mask = self.masks_all_layers or not spec.is_causal_only
-            shared[window] = Context(*tables, self.make_mask(spec) if has_mask else None)
-        return {name: shared[window] for name, window in windows.items()}
+            return self.make_mask(spec) if self.masks_all_layers or not spec.is_causal_only else None
+
+        return self._by_layer(num_tokens, tables, mask)
 
     def _of_cache(self, x: Tensor, cache: KVCache) -> dict[str, Context]:
         """By layer, for the new tokens of a cache, which are `x` or have these hidden states."""
@@ -110,13 +109,25 @@ class Transformer(nn.Module, TextGenerator):
         num_ranks = self.num_sequence_ranks if x.is_floating_point() else 1
         places_T = cache.new.padded_positions(x.shape[1] * num_ranks)
         cos_NR, sin_NR = rope_tables(attention, num_keys, device)
-        windows = {name: attention.window(int(name), num_keys) for name in self.layers}
-        masks = {
-            window: dense_mask(MaskSpec(num_keys, window, None, device, None, positions_Bn))
-            for window in set(windows.values())
-        }
         tables = cos_NR[places_T], sin_NR[places_T]
-        return {name: Context(*tables, masks[window], cache.layer(name)) for name, window in windows.items()}
+        contexts = self._by_layer(
+            num_keys,
+            tables,
+            lambda window: dense_mask(MaskSpec(num_keys, window, None, device, None, positions_Bn)),
+        )
+        return {name: context._replace(cache=cache.layer(name)) for name, context in contexts.items()}
+
+    def _by_layer(
+        self, num_tokens: int, tables: tuple[Tensor, Tensor], make_mask: Callable[[int], Mask]
+    ) -> dict[str, Context]:
+        """By layer, of which those with equal windows share a mask."""
+        attention = self.config.attention
+        rotations = {True: tables, False: no_rotation(tables) if attention.nope_every else tables}
+        windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
+        masks = {window: make_mask(window) for window in set(windows.values())}
+        return {
+            name: Context(*rotations[attention.has_rope(int(name))], masks[window]) for name, window in windows.items()
+        }
 
     @property
     def has_cache(self) -> bool:  # type: ignore[override]

@@ -51,6 +51,11 @@ def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Itera
         yield said(recipe, f"{key} exceeds {{model.num_layers}}, so every layer has a window")
 
 
+layers_without_rope_are_some_of_the_layers = at_most(
+    "every n-th layer has no rotary embedding, so none of fewer than n",
+    "model.attention.nope_every",
+    "model.num_layers",
+)
 dense_layers_fit = at_most(
     "the dense layers are the first layers of the model", "model.num_dense_layers", "model.num_layers"
 )

@@ -68,6 +68,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim": POSITIVE,
         "sliding_window full_attention_every q_lora_rank yarn_mscale yarn_mscale_all_dim": ZERO_OR_MORE,
         "clip_qkv softmax_scale": ZERO_OR_MORE,
+        "nope_every": Range(0, LAYERS),
         "rope_theta": Range(1, includes_low=False),
         "partial_rotary_factor": Range(0, 1, includes_low=False),
         "yarn_beta_fast yarn_beta_slow longrope_short_scale longrope_long_scale latent_norm_eps": ABOVE_ZERO,
