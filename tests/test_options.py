@@ -98,6 +98,8 @@ KEPT = {
     "model.attention.qk_norm": "Qwen3",
     "model.attention.qk_norm_over": "all heads in OLMoE and MiniMax-M2",
     "model.attention.qk_norm_is_after_rope": "Hunyuan-V1",
+    "model.attention.qk_norm_has_weights": "Llama 4",
+    "model.attention.qk_norm_layers": "Llama 4",
     "model.attention.clip_qkv": "OLMoE, DBRX",
     "model.attention.qkv_bias": "Qwen2-MoE",
     "model.attention.out_bias": "gpt-oss, Phi-3.5-MoE",

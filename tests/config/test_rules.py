@@ -75,6 +75,14 @@ BROKEN = {
         "--model.attention.qk_norm_is_after_rope=true",
         'needs model.attention.qk_norm = true and qk_norm_over = "head"',
     ),
+    "norm_without_weights_is_after_rope": (
+        "--model.attention.qk_norm=true --model.attention.qk_norm_has_weights=false",
+        "qk_norm_has_weights = false needs",
+    ),
+    "norm_of_rope_layers_has_no_weights": (
+        "--model.attention.qk_norm=true --model.attention.qk_norm_layers=rope --model.attention.nope_every=2",
+        "from 1 on, but they are true and 2",
+    ),
     "gqa_options_need_gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
     "full_layers_are_some_of_the_layers": (
         "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",

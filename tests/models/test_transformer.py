@@ -110,15 +110,21 @@ def test_generate_samples_by_the_probabilities(model: Transformer, temperature: 
     torch.testing.assert_close(drawn_B.bincount(minlength=16) / 4000, expected_V, atol=0.03, rtol=0)
 
 
-def test_every_nth_layer_has_no_rotary_embedding(prompt_BN: torch.Tensor) -> None:
-    """Its attention is that of its projections; the others' are rotated."""
+@pytest.mark.parametrize("normed", ["none", "all", "rope"])
+def test_every_nth_layer_has_no_rotary_embedding(normed: str, prompt_BN: torch.Tensor) -> None:
+    """Its attention is that of its projections, normed or not; the others' are rotated."""
     attention = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, nope_every=2)
+    if normed != "none":
+        options = {"qk_norm_is_after_rope": True, "qk_norm_has_weights": False, "qk_norm_layers": normed}
+        attention = replace(attention, qk_norm=True, **options)
     model = Transformer(ModelConfig(vocab_size=16, num_layers=4, hidden_size=8, ffn_hidden_size=8, attention=attention))
     init_weights(model, seed=0, std=0.5, num_layers=4)
     contexts, x_BND = model.contexts(prompt_BN, None), torch.randn(*prompt_BN.shape, 8)
     for name, block in model.layers.items():
         projected = block.attention.qkv(x_BND).unflatten(-1, (-1, 8)).split([2, 1, 1], dim=2)
         q, k, v = (part.transpose(1, 2) for part in projected)
+        if normed == "all":
+            q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         expected = block.attention.out(out.transpose(1, 2).flatten(2))
         assert torch.allclose(block.attention(x_BND, contexts[name]), expected, atol=1e-6) == (name in "13"), name

@@ -32,6 +32,12 @@ class AttentionConfig:
     `all_heads`: All query heads together, and all key heads, each with its own weights (OLMoE, MiniMax-M2)."""
     qk_norm_is_after_rope: bool = False
     """Norm each head after RoPE, not before (Hunyuan-V1)."""
+    qk_norm_has_weights: bool = True
+    """False norms without weights (Llama 4, after RoPE)."""
+    qk_norm_layers: Literal["all", "rope"] = "all"
+    """The layers whose queries and keys `qk_norm` norms.
+    `all`: All layers.
+    `rope`: Those with rotary embedding, others than every `nope_every`-th (Llama 4)."""
     clip_qkv: float = 0.0
     """Clamp queries, keys and values to this absolute value, before a norm over each head and after one over all heads
     (`gqa`; OLMoE 0824, DBRX); 0 means none."""

@@ -187,8 +187,9 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     reads: Any = {"reads_alone": True, "reads": "norms" * (tp == 1)}
     yield row("attention.qkv", (width, fused), split, own_widths=own, copies=tp, **reads, **kept)
     yield _vectors("attention", layers, "attention.qkv.bias", fused if a.qkv_bias else 0)
+    has_weights = a.qk_norm and a.qk_norm_has_weights
     normed_widths = 2 * a.head_dim if a.qk_norm_over == "head" else queries + a.num_kv_heads * a.head_dim
-    yield _vectors("attention", layers, "attention.qk_norm_rope", normed_widths if a.qk_norm else 0)
+    yield _vectors("attention", layers, "attention.qk_norm_rope", normed_widths if has_weights else 0)
     yield _vectors("attention", layers, "attention.sinks", a.num_heads if a.sinks else 0)
     exchanged = keys + 2 * queries if by_heads > 1 else 0
     received = (1 - 1 / by_heads) * exchanged + (cp // by_heads - 1) * keys

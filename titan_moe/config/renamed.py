@@ -81,6 +81,7 @@ SPELLINGS = {
     "model.attention.head_dim": "kv_channels",
     "model.attention.qk_norm": "qk_layernorm use_qk_norm",
     'model.attention.qk_norm_over ("per_layer" -> "all_heads")': "qk_norm_type",
+    'model.attention.qk_norm (and qk_norm_is_after_rope; "L2Norm" -> qk_norm_has_weights = false)': "qk_l2_norm",
     "model.attention.qkv_bias": "add_qkv_bias",
     "model.attention.qkv_bias (and out_bias, of the output projection)": "attention_bias",
     'model.attention.sinks ("learnable" -> true)': "softmax_type",

@@ -51,6 +51,7 @@ class Context(NamedTuple):
     sin_NR: Tensor  # fp32
     mask: Mask  # None: plain causal
     cache: LayerCache | None = None  # keys and values of earlier tokens
+    has_rope: bool = True
 
 
 def causal_attention(
@@ -149,7 +150,7 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), context.cos_NR, context.sin_NR)
+        q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), context.cos_NR, context.sin_NR, context.has_rope)
         k_BNHD, v_BNHD = self.gather_keys(k_BNHD, v_BNHD)
         return self.core(q_BNHD, k_BNHD, v_BNHD, context)
 

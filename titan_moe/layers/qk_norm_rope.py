@@ -29,8 +29,10 @@ class QKNormRope(nn.Module):
         self.norm_and_rotate = NORM_AND_ROTATE[backend]
         self.eps, self.is_interleaved, self.head_dim = eps, config.rope_is_interleaved, config.head_dim
         self.norms_rotated = config.qk_norm_is_after_rope
+        self.norms_unrotated = config.qk_norm_layers == "all"
         self.heads_per_group = config.num_heads // config.num_kv_heads + 2  # query heads of a key head, key, value
-        norms_heads, norms_all = (config.qk_norm and config.qk_norm_over == over for over in ("head", "all_heads"))
+        has_weights = config.qk_norm and config.qk_norm_has_weights
+        norms_heads, norms_all = (has_weights and config.qk_norm_over == over for over in ("head", "all_heads"))
         self.all_heads = NormAllHeads(config, eps) if norms_all or config.clip_qkv else None
         for name in ("q_norm_weight", "k_norm_weight"):
             self.register_parameter(name, nn.Parameter(torch.ones(config.head_dim)) if norms_heads else None)
@@ -38,8 +40,13 @@ class QKNormRope(nn.Module):
     def extra_repr(self) -> str:
         return f"norm={self.q_norm_weight is not None}, interleaved={self.is_interleaved}"
 
-    def forward(self, qkv_BNX: Tensor, cos_NP: Tensor, sin_NP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, N, X], tables [N, P] -> q [B, N, H, D], k and v [B, N, Hkv, D]."""
+    def forward(
+        self, qkv_BNX: Tensor, cos_NP: Tensor, sin_NP: Tensor, has_rope: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, N, X], tables [N, P] -> q [B, N, H, D], k and v [B, N, Hkv, D].
+
+        Without rotary embedding the tables rotate nothing.
+        """
         if self.all_heads is not None:
             qkv_BNX = self.all_heads(qkv_BNX)
         num_kv_heads = qkv_BNX.shape[-1] // (self.heads_per_group * self.head_dim)
@@ -48,13 +55,13 @@ class QKNormRope(nn.Module):
         q_BNHD, k_BNHD, v_BNHD = self.norm_and_rotate(
             qkv_BNX, *first, cos_NP, sin_NP, num_kv_heads, self.head_dim, self.eps, self.is_interleaved
         )
-        if self.norms_rotated:
+        if self.norms_rotated and (has_rope or self.norms_unrotated):
             q_BNHD, k_BNHD = self._norm(q_BNHD, q_weight_D), self._norm(k_BNHD, k_weight_D)
         return q_BNHD, k_BNHD, v_BNHD
 
-    def _norm(self, x_BNHD: Tensor, weight_D: Tensor) -> Tensor:
+    def _norm(self, x_BNHD: Tensor, weight_D: Tensor | None) -> Tensor:
         # autocast on GPUs norms in fp32, and FlexAttention takes queries, keys and values of one dtype
-        return F.rms_norm(x_BNHD, weight_D.shape, weight_D, self.eps).to(x_BNHD.dtype)
+        return F.rms_norm(x_BNHD, (self.head_dim,), weight_D, self.eps).to(x_BNHD.dtype)
 
 
 class NormAllHeads(nn.Module):

@@ -125,9 +125,11 @@ class Transformer(nn.Module, TextGenerator):
         rotations = {True: tables, False: no_rotation(tables) if attention.nope_every else tables}
         windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
         masks = {window: make_mask(window) for window in set(windows.values())}
-        return {
-            name: Context(*rotations[attention.has_rope(int(name))], masks[window]) for name, window in windows.items()
-        }
+        contexts = {}
+        for name, window in windows.items():
+            has_rope = attention.has_rope(int(name))
+            contexts[name] = Context(*rotations[has_rope], masks[window], has_rope=has_rope)
+        return contexts
 
     @property
     def has_cache(self) -> bool:  # type: ignore[override]

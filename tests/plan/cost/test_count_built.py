@@ -29,6 +29,9 @@ VARIANTS = {
     "tied embeddings": replace(BASE, embeddings_are_tied=True),
     "query and key norms": replace(BASE, attention=replace(GQA, qk_norm=True)),
     "norms over all heads": replace(BASE, attention=replace(GQA, qk_norm=True, qk_norm_over="all_heads", clip_qkv=2.0)),
+    "norms without weights": replace(
+        BASE, attention=replace(GQA, qk_norm=True, qk_norm_is_after_rope=True, qk_norm_has_weights=False)
+    ),
     "biases": replace(BASE, attention=replace(GQA, qkv_bias=True, out_bias=True, sinks=True)),
     "mla": replace(BASE, attention=MLA),
     "mla with query compression": replace(BASE, attention=replace(MLA, q_lora_rank=9)),

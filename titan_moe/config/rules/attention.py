@@ -46,6 +46,27 @@ def norm_after_rope_is_over_heads(recipe: Recipe, world_size: int) -> Iterator[s
         yield f"model.attention.qk_norm_is_after_rope = true needs {needs}"
 
 
+norm_without_weights_is_after_rope = row(
+    "before RoPE, which keeps the size of a head, the same norm is that after it",
+    lambda r: not r.model.attention.qk_norm_has_weights and not r.model.attention.qk_norm_is_after_rope,
+    "{model.attention.qk_norm_has_weights} needs model.attention.qk_norm = true and qk_norm_is_after_rope = true",
+    "model.attention.qk_norm_has_weights qk_norm_is_after_rope qk_norm qk_norm_over",
+)
+
+
+@rule(
+    "weights of layers without the norm would never change",
+    "model.attention.qk_norm_layers qk_norm_has_weights nope_every",
+)
+def norm_of_rope_layers_has_no_weights(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a = recipe.model.attention
+    if a.qk_norm_layers == "rope" and (a.qk_norm_has_weights or not a.nope_every):
+        yield (
+            'model.attention.qk_norm_layers = "rope" needs model.attention.qk_norm_has_weights = false and nope_every '
+            f"from 1 on, but they are {in_toml(a.qk_norm_has_weights)} and {a.nope_every}"
+        )
+
+
 OF_GQA = ("qk_norm", "clip_qkv", "qkv_bias", "out_bias", "sinks", "partial_rotary_factor")
 
 
