@@ -108,6 +108,8 @@ KEPT = {
     "model.attention.rope_theta": "families differ: 1e4 to 1e6",
     "model.attention.partial_rotary_factor": "GLM-4.5, MiniMax-M2",
     "model.attention.nope_every": "Llama 4, SmolLM3",
+    "model.attention.attn_scale": "Llama 4",
+    "model.attention.floor_scale": "Llama 4",
     "model.attention.rope_is_interleaved": "DeepSeek",
     "model.attention.yarn_factor": "DeepSeek-V2, gpt-oss",
     "model.attention.yarn_original_tokens": "YaRN",

@@ -83,6 +83,7 @@ BROKEN = {
         "--model.attention.qk_norm=true --model.attention.qk_norm_layers=rope --model.attention.nope_every=2",
         "from 1 on, but they are true and 2",
     ),
+    "temperature_needs_layers_without_rope": ("--model.attention.attn_scale=0.1", "has no effect with model.attention"),
     "gqa_options_need_gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
     "full_layers_are_some_of_the_layers": (
         "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",

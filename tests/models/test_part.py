@@ -20,7 +20,15 @@ CONFIG = ModelConfig(
     ffn_hidden_size=24,
     # every other layer has a window: what a layer sees depends on its number
     attention=AttentionConfig(
-        num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True, sliding_window=3, full_attention_every=2, nope_every=3
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        qk_norm=True,
+        sliding_window=3,
+        full_attention_every=2,
+        nope_every=3,
+        attn_scale=0.5,
+        floor_scale=2,
     ),
     moe=MoEConfig(num_experts=4, ffn_hidden_size=16, shared_ffn_hidden_size=8, aux_loss_coef=0.1, z_loss_coef=0.01),
 )

@@ -1,5 +1,6 @@
 """Generation, greedy and sampled, and ownership of weights."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -113,7 +114,7 @@ def test_generate_samples_by_the_probabilities(model: Transformer, temperature: 
 @pytest.mark.parametrize("normed", ["none", "all", "rope"])
 def test_every_nth_layer_has_no_rotary_embedding(normed: str, prompt_BN: torch.Tensor) -> None:
     """Its attention is that of its projections, normed or not; the others' are rotated."""
-    attention = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, nope_every=2)
+    attention = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, nope_every=2, attn_scale=0.3, floor_scale=2)
     if normed != "none":
         options = {"qk_norm_is_after_rope": True, "qk_norm_has_weights": False, "qk_norm_layers": normed}
         attention = replace(attention, qk_norm=True, **options)
@@ -125,6 +126,17 @@ def test_every_nth_layer_has_no_rotary_embedding(normed: str, prompt_BN: torch.T
         q, k, v = (part.transpose(1, 2) for part in projected)
         if normed == "all":
             q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q = q * torch.tensor([1 + 0.3 * math.log(1 + (place + 1) // 2) for place in range(5)])[:, None]
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         expected = block.attention.out(out.transpose(1, 2).flatten(2))
         assert torch.allclose(block.attention(x_BND, contexts[name]), expected, atol=1e-6) == (name in "13"), name
+
+
+def test_texts_go_on_alike_with_kept_keys_in_layers_without_rotary_embedding() -> None:
+    attention = replace(CONFIG.attention, nope_every=2, attn_scale=0.5, floor_scale=2)
+    model = Transformer(replace(CONFIG, attention=attention))
+    init_weights(model, seed=0, std=0.5, num_layers=CONFIG.num_layers)
+    prompts, lengths = torch.arange(10).view(2, 5), torch.tensor([2, 5])
+    with_cache, without = (model.generate(prompts, 6, lengths_B=lengths, use_cache=kept) for kept in (True, False))
+    for row, other, length in zip(with_cache, without, lengths, strict=True):
+        assert torch.equal(row[: length + 6], other[: length + 6])

@@ -64,6 +64,12 @@ class AttentionConfig:
     nope_every: int = 0
     """Every n-th layer has no rotary embedding (4 in Llama 4 and SmolLM3; arXiv:2501.18795); 0 means no layer lacks
     it."""
+    attn_scale: float = 0.0
+    """Attention temperature of layers without rotary embedding (`nope_every`): the query of place p in its sequence,
+    counted from 0, is multiplied by 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)). 0 means none. Llama 4 has
+    0.1 (`attn_temperature_tuning`, arXiv:2501.19399)."""
+    floor_scale: int = 8192
+    """Places of a sequence that share a factor of `attn_scale`."""
     rope_is_interleaved: bool = False
     """Rotate neighbouring pairs (DeepSeek) instead of halves (Llama, Qwen)."""
     yarn_factor: float = 1.0

@@ -93,6 +93,7 @@ SPELLINGS = {
     "model.attention.partial_rotary_factor (a share of model.attention.head_dim)": "rotary_dim",
     "model.attention.nope_every": "no_rope_layer_interval every_n_layers_nope no_rope_freq",
     "model.attention.nope_every (every n-th layer has no rotary embedding)": "no_rope_layers",
+    "model.attention.attn_scale (0 means none)": "attn_temperature_tuning",
     "model.attention.rope_is_interleaved": "rotary_interleaved rope_interleave",
     'model.attention.yarn_factor (type "yarn" alone)': "rotary_scaling_factor rope_scaling rope_factor",
     "model.attention.yarn_original_tokens": "original_max_position_embeddings original_seq_len",

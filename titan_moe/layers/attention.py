@@ -52,6 +52,7 @@ class Context(NamedTuple):
     mask: Mask  # None: plain causal
     cache: LayerCache | None = None  # keys and values of earlier tokens
     has_rope: bool = True
+    query_factors_N: Tensor | None = None  # fp32; None: one
 
 
 def causal_attention(
@@ -150,7 +151,8 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), context.cos_NR, context.sin_NR, context.has_rope)
+        tables = context.cos_NR, context.sin_NR
+        q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), *tables, context.has_rope, context.query_factors_N)
         k_BNHD, v_BNHD = self.gather_keys(k_BNHD, v_BNHD)
         return self.core(q_BNHD, k_BNHD, v_BNHD, context)
 

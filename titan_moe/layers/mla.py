@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.layers.attention import Context, causal_attention, keys_of_own_tokens
-from titan_moe.layers.rope import rotation, yarn_scale
+from titan_moe.layers.rope import rotation, scaled, yarn_scale
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -65,7 +65,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope = self.rotate(q_rope, context.cos_NR, context.sin_NR)
         q_BNHD = torch.cat([q_nope, q_rope], dim=-1)
         k_BNHD = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:3], -1)], dim=-1)
-        return q_BNHD, k_BNHD, v_BNHD
+        return scaled(q_BNHD, context.query_factors_N), k_BNHD, v_BNHD
 
     def core(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context) -> Tensor:
         """Attention itself and the output projection: -> [B, N, D]."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import Backend
 from titan_moe.config.model import AttentionConfig
 from titan_moe.kernels.choose import NORM_AND_ROTATE
+from titan_moe.layers.rope import scaled
 from titan_moe.parameters import ParameterKind
 
 
@@ -41,7 +42,12 @@ class QKNormRope(nn.Module):
         return f"norm={self.q_norm_weight is not None}, interleaved={self.is_interleaved}"
 
     def forward(
-        self, qkv_BNX: Tensor, cos_NP: Tensor, sin_NP: Tensor, has_rope: bool = True
+        self,
+        qkv_BNX: Tensor,
+        cos_NP: Tensor,
+        sin_NP: Tensor,
+        has_rope: bool = True,
+        query_factors_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, N, X], tables [N, P] -> q [B, N, H, D], k and v [B, N, Hkv, D].
 
@@ -57,7 +63,7 @@ class QKNormRope(nn.Module):
         )
         if self.norms_rotated and (has_rope or self.norms_unrotated):
             q_BNHD, k_BNHD = self._norm(q_BNHD, q_weight_D), self._norm(k_BNHD, k_weight_D)
-        return q_BNHD, k_BNHD, v_BNHD
+        return scaled(q_BNHD, query_factors_N), k_BNHD, v_BNHD
 
     def _norm(self, x_BNHD: Tensor, weight_D: Tensor | None) -> Tensor:
         # autocast on GPUs norms in fp32, and FlexAttention takes queries, keys and values of one dtype

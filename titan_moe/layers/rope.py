@@ -54,6 +54,19 @@ def no_rotation(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
+def query_factors(config: AttentionConfig, num_tokens: int, device: torch.device) -> Tensor | None:
+    """The factor on the query of each place in layers without rotary embedding, fp32 [N]; None for one."""
+    if not config.attn_scale:
+        return None
+    places_N = torch.arange(num_tokens, dtype=torch.float32, device=device)
+    return ((places_N + 1) / config.floor_scale).floor().log1p() * config.attn_scale + 1
+
+
+def scaled(q_BNHD: Tensor, factors_N: Tensor | None) -> Tensor:
+    """Queries times a factor for each place, in their dtype."""
+    return q_BNHD if factors_N is None else (q_BNHD * factors_N[:, None, None]).to(q_BNHD.dtype)
+
+
 def yarn_scale(factor: float, mscale: float) -> float:
     """YaRN's attention temperature for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

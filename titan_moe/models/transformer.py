@@ -4,6 +4,7 @@ B batch · N sequence · D model width · V vocabulary
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,7 +20,7 @@ from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.kv_cache import KVCache
 from titan_moe.layers.mask import MASKS, Mask, MaskSpec, dense_mask
 from titan_moe.layers.norm import NORMS
-from titan_moe.layers.rope import no_rotation, rope_tables
+from titan_moe.layers.rope import no_rotation, query_factors, rope_tables
 from titan_moe.models.generate import CachedForwards, NextLogits, TextGenerator, WholeForwards
 from titan_moe.models.part import PassThrough, tied_weight
 
@@ -90,45 +91,50 @@ class Transformer(nn.Module, TextGenerator):
     def contexts(self, x: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
         """By layer, from tokens [B, N] or hidden states [B, N, D]; layers that attend alike share one."""
         num_ranks = self.num_sequence_ranks if x.is_floating_point() else self.num_context_ranks
-        attention, num_tokens, device = self.config.attention, x.shape[1] * num_ranks, x.device
-        tables, positions_Q = rope_tables(attention, num_tokens, device), None
+        num_tokens, device = x.shape[1] * num_ranks, x.device
+        positions_Q: Tensor | None = None
         if self.query_shard.num_ranks > 1:
             chunks = self.query_shard.slices(num_tokens)
             positions_Q = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
-            tables = tables[0][positions_Q], tables[1][positions_Q]
 
         def mask(window: int) -> Mask:
             spec = MaskSpec(num_tokens, window, document_ids_BN, device, positions_Q)
             return self.make_mask(spec) if self.masks_all_layers or not spec.is_causal_only else None
 
-        return self._by_layer(num_tokens, tables, mask)
+        return self._by_layer(num_tokens, device, positions_Q, mask)
 
     def _of_cache(self, x: Tensor, cache: KVCache) -> dict[str, Context]:
         """By layer, for the new tokens of a cache, which are `x` or have these hidden states."""
-        attention, device, (positions_Bn, num_keys) = self.config.attention, x.device, cache.new
+        device, (positions_Bn, num_keys) = x.device, cache.new
         num_ranks = self.num_sequence_ranks if x.is_floating_point() else 1
         places_T = cache.new.padded_positions(x.shape[1] * num_ranks)
-        cos_NR, sin_NR = rope_tables(attention, num_keys, device)
-        tables = cos_NR[places_T], sin_NR[places_T]
         contexts = self._by_layer(
             num_keys,
-            tables,
+            device,
+            places_T,
             lambda window: dense_mask(MaskSpec(num_keys, window, None, device, None, positions_Bn)),
         )
         return {name: context._replace(cache=cache.layer(name)) for name, context in contexts.items()}
 
     def _by_layer(
-        self, num_tokens: int, tables: tuple[Tensor, Tensor], make_mask: Callable[[int], Mask]
+        self, num_tokens: int, device: torch.device, places_N: Tensor | None, make_mask: Callable[[int], Mask]
     ) -> dict[str, Context]:
-        """By layer, of which those with equal windows share a mask."""
+        """By layer, of which those with equal windows share a mask. Queries and keys of a forward have these places
+        in sequences of `num_tokens`, or all."""
         attention = self.config.attention
-        rotations = {True: tables, False: no_rotation(tables) if attention.nope_every else tables}
+        tables, factors_N = rope_tables(attention, num_tokens, device), query_factors(attention, num_tokens, device)
+        if places_N is not None:
+            tables = tables[0][places_N], tables[1][places_N]
+            factors_N = None if factors_N is None else factors_N[places_N]
+        rotated = partial(Context, *tables)
+        unrotated = rotated
+        if attention.nope_every:
+            unrotated = partial(Context, *no_rotation(tables), has_rope=False, query_factors_N=factors_N)
         windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
         masks = {window: make_mask(window) for window in set(windows.values())}
         contexts = {}
         for name, window in windows.items():
-            has_rope = attention.has_rope(int(name))
-            contexts[name] = Context(*rotations[has_rope], masks[window], has_rope=has_rope)
+            contexts[name] = (rotated if attention.has_rope(int(name)) else unrotated)(mask=masks[window])
         return contexts
 
     @property

@@ -161,6 +161,8 @@ def _meant(model: ModelConfig) -> ModelConfig:
         unread |= {f"attention.{name}" for name in of_norm}
     if attention.yarn_factor == 1.0:
         unread |= {f"attention.{one.name}" for one in fields(attention) if one.name.startswith("yarn_")}
+    if not attention.attn_scale:
+        unread |= {"attention.floor_scale"}
     if not attention.sliding_window:
         unread |= {"attention.full_attention_every"}
     if moe.score_fn != "sparsemixer":

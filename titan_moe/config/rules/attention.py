@@ -67,6 +67,13 @@ def norm_of_rope_layers_has_no_weights(recipe: Recipe, world_size: int) -> Itera
         )
 
 
+temperature_needs_layers_without_rope = row(
+    "the temperature is that of layers without rotary embedding",
+    lambda r: r.model.attention.attn_scale != 0 and r.model.attention.nope_every == 0,
+    "{model.attention.attn_scale} has no effect with {model.attention.nope_every}; it is above 0 where layers lack it",
+)
+
+
 OF_GQA = ("qk_norm", "clip_qkv", "qkv_bias", "out_bias", "sinks", "partial_rotary_factor")
 
 
