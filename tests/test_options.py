@@ -104,6 +104,7 @@ KEPT = {
     "model.attention.qkv_bias": "Qwen2-MoE",
     "model.attention.out_bias": "gpt-oss, Phi-3.5-MoE",
     "model.attention.sliding_window": "Mistral, gpt-oss, Gemma 3",
+    "model.attention.attention_chunk_size": "Llama 4",
     "model.attention.full_attention_every": "gpt-oss, Gemma 3",
     "model.attention.rope_theta": "families differ: 1e4 to 1e6",
     "model.attention.partial_rotary_factor": "GLM-4.5, MiniMax-M2",

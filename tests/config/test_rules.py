@@ -84,6 +84,14 @@ BROKEN = {
         "from 1 on, but they are true and 2",
     ),
     "temperature_needs_layers_without_rope": ("--model.attention.attn_scale=0.1", "has no effect with model.attention"),
+    "chunks_have_no_windows": (
+        "--model.attention.attention_chunk_size=8 --model.attention.sliding_window=8",
+        "set one of them to 0",
+    ),
+    "some_layers_have_chunks": (
+        "--model.attention.attention_chunk_size=8 --model.attention.nope_every=1",
+        "has no effect with model.attention.nope_every = 1",
+    ),
     "gqa_options_need_gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
     "full_layers_are_some_of_the_layers": (
         "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",
@@ -684,6 +692,7 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
             "document_attention = true needs a dense mask of 2 sequences * 32768 * 32768 bytes, 2 GiB",
         ),
         ("--model.attention.sliding_window=16 --train.seq_len_tokens=65536", 8, "sliding_window = 16 needs a dense"),
+        (f"{RING} --model.attention.attention_chunk_size=8", 8, "model.attention.attention_chunk_size = 8"),
         (f"{RING} --perf.attention=math", 8, 'perf.attention = "math", which returns no log-sum-exp of each query'),
         (
             f"{RING} --perf.attention=efficient --run.device=cuda",

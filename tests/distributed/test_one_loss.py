@@ -317,7 +317,14 @@ SPLIT_MODELS = {
     ),
     "gqa-norm-shared": replace(
         MODEL,
-        attention=replace(GQA, num_kv_heads=2, qk_norm_over="all_heads", clip_qkv=1.5, partial_rotary_factor=0.5),
+        attention=replace(
+            GQA,
+            num_kv_heads=2,
+            qk_norm_over="all_heads",
+            clip_qkv=1.5,
+            partial_rotary_factor=0.5,
+            attention_chunk_size=3,
+        ),
     ),
     "gqa-window": replace(
         MODEL,

@@ -48,6 +48,34 @@ def test_mask_dense_equals_loops(num_tokens: int, documents: str) -> None:
         assert torch.equal(dense_mask(spec), mask_by_loops(spec)), window
 
 
+@pytest.mark.parametrize("documents", IDS)
+def test_mask_of_chunks_equals_loops_and_its_blocks(documents: str) -> None:
+    for num_tokens, chunk in ((7, 3), (130, 128), (300, 7), (520, 130), (520, 256), (130, 130)):
+        places = torch.arange(num_tokens) // chunk
+        spec = make_spec(num_tokens, documents=documents)
+        expected = dense_mask(spec) & (places[:, None] == places)
+        spec = spec._replace(chunk=chunk)
+        mask, padding = dense_mask(spec), -num_tokens % BLOCK_TOKENS
+        assert torch.equal(mask, expected), (num_tokens, chunk)
+        visited, padded = visited_blocks(block_mask(spec)), torch.nn.functional.pad(mask, (0, padding, 0, padding))
+        blocks = padded.unflatten(-1, (-1, BLOCK_TOKENS)).unflatten(-3, (-1, BLOCK_TOKENS)).transpose(-2, -3)
+        assert not (visited["full"] & ~blocks.flatten(-2).all(-1)).any(), (num_tokens, chunk)
+        assert not (blocks.flatten(-2).any(-1) & ~visited["partial"] & ~visited["full"]).any(), (num_tokens, chunk)
+
+
+def test_mask_of_chunks_of_some_queries_equals_rows_of_the_whole() -> None:
+    places_Q = torch.cat([torch.arange(0, 130), torch.arange(390, 520)])
+    whole = make_spec(520, documents="packed")._replace(chunk=131)
+    some = whole._replace(query_positions_Q=places_Q)
+    mask, padding = dense_mask(some), -len(places_Q) % BLOCK_TOKENS
+    assert torch.equal(mask, dense_mask(whole)[:, :, places_Q])
+    visited = visited_blocks(block_mask(some))
+    padded = torch.nn.functional.pad(mask, (0, -520 % BLOCK_TOKENS, 0, padding))
+    blocks = padded.unflatten(-1, (-1, BLOCK_TOKENS)).unflatten(-3, (-1, BLOCK_TOKENS)).transpose(-2, -3)
+    assert not (visited["full"] & ~blocks.flatten(-2).all(-1)).any()
+    assert not (blocks.flatten(-2).any(-1) & ~visited["partial"] & ~visited["full"]).any()
+
+
 def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
     """The blocks that a kernel visits: the first `num_blocks` indices of each row."""
     visited = torch.zeros_like(indices, dtype=torch.bool)

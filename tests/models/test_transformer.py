@@ -133,7 +133,7 @@ def test_every_nth_layer_has_no_rotary_embedding(normed: str, prompt_BN: torch.T
 
 
 def test_texts_go_on_alike_with_kept_keys_in_layers_without_rotary_embedding() -> None:
-    attention = replace(CONFIG.attention, nope_every=2, attn_scale=0.5, floor_scale=2)
+    attention = replace(CONFIG.attention, nope_every=2, attn_scale=0.5, floor_scale=2, attention_chunk_size=3)
     model = Transformer(replace(CONFIG, attention=attention))
     init_weights(model, seed=0, std=0.5, num_layers=CONFIG.num_layers)
     prompts, lengths = torch.arange(10).view(2, 5), torch.tensor([2, 5])

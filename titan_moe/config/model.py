@@ -54,6 +54,9 @@ class AttentionConfig:
     full_attention_every: int = 0
     """Every n-th layer ignores `sliding_window` (n = 2 in gpt-oss, 6 in Gemma 3; windowed layers come first); 0 means
     no layer does (Mistral)."""
+    attention_chunk_size: int = 0
+    """Tokens of a chunk of a sequence, in layers with rotary embedding: a token attends to earlier tokens of its chunk
+    alone, and in every `nope_every`-th layer to all (Llama 4: 8192); 0 means no chunks."""
     softmax_scale: float = 0.0
     """Factor on the products of queries and keys (`attention_multiplier` in Granite: 1/64); 0 means one over the square
     root of a head's width. YaRN's scale for `mla` multiplies either."""
@@ -141,6 +144,21 @@ class AttentionConfig:
     def has_rope(self, layer: int) -> bool:
         """Whether a layer has a rotary embedding. The first layer is 0."""
         return self.nope_every == 0 or (layer + 1) % self.nope_every > 0
+
+    def chunk(self, layer: int, seq_len_tokens: int) -> int:
+        """Number of tokens of a chunk that a layer's tokens attend in, the sequence if it has none."""
+        has_chunks = self.attention_chunk_size > 0 and self.has_rope(layer)
+        return min(self.attention_chunk_size, seq_len_tokens) if has_chunks else seq_len_tokens
+
+    def doubled_pairs(self, layer: int, seq_len_tokens: int) -> int:
+        """Twice the number of pairs of a token and one that it attends to, of which those of a token with itself count
+        half. With a window W they are 2 N W - W², the same for W = N."""
+        chunk = self.chunk(layer, seq_len_tokens)
+        if chunk < seq_len_tokens:
+            number, rest = divmod(seq_len_tokens, chunk)
+            return number * chunk**2 + rest**2
+        window = self.window(layer, seq_len_tokens)
+        return window * (2 * seq_len_tokens - window)
 
     def window(self, layer: int, seq_len_tokens: int) -> int:
         """Number of latest tokens that a token attends to in a layer, itself included. The first layer is 0."""

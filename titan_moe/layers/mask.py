@@ -1,11 +1,12 @@
 """Attention masks, from one specification: a dense mask for SDPA, a block mask for FlexAttention.
 
-A token attends to itself and earlier tokens, in a packed sequence only of its own document, and in layers with a
-sliding window (arXiv:2310.06825) only within the window. Plain causal attention needs no mask: every kernel supports
-it. All other cases need a dense mask [N, N] for PyTorch's scaled dot product attention, which computes masked pairs
-too, or a block mask for FlexAttention (arXiv:2412.05496), which lists the key blocks to visit for each query block.
+A token attends to itself and earlier tokens, in a packed sequence only of its own document, in layers with a sliding
+window (arXiv:2310.06825) only within the window, and in layers with chunks (Llama 4) only within its chunk of the
+sequence. Plain causal attention needs no mask: every kernel supports it. All other cases need a dense mask [N, N] for
+PyTorch's scaled dot product attention, which computes masked pairs too, or a block mask for FlexAttention
+(arXiv:2412.05496), which lists the key blocks to visit for each query block.
 
-A mask is built once per forward and shared by all layers with the same window.
+A mask is built once per forward and shared by all layers with the same window and chunks.
 
 B batch · N sequence, its keys · Q queries: N, or a context-parallel rank's · K blocks of a sequence
 """
@@ -40,12 +41,14 @@ class MaskSpec(NamedTuple):
     """Places in the sequence of the queries, ascending, where a rank has some of them; None: queries of all tokens."""
     query_positions_BQ: Tensor | None = None
     """Places of the queries of each row, where rows have queries of other tokens; only for dense masks."""
+    chunk: int | None = None
+    """Number of tokens of each chunk of the sequence, in which its tokens attend; None means no chunks."""
 
     @property
     def is_causal_only(self) -> bool:
         """Whether the mask is plain causal."""
         is_whole = self.query_positions_Q is None and self.query_positions_BQ is None
-        return is_whole and self.document_ids_BN is None and self.window >= self.num_tokens
+        return is_whole and self.document_ids_BN is None and not (self.has_window or self.has_chunks)
 
     @property
     def num_queries(self) -> int:
@@ -58,6 +61,11 @@ class MaskSpec(NamedTuple):
     def has_window(self) -> bool:
         """Whether the window is shorter than the sequence."""
         return self.window < self.num_tokens
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether chunks are shorter than the sequence."""
+        return self.chunk is not None and self.chunk < self.num_tokens
 
 
 def dense_mask(spec: MaskSpec) -> Tensor:
@@ -91,12 +99,16 @@ MASKS: dict[str, Callable[[MaskSpec], Tensor | BlockMask]] = {"sdpa": dense_mask
 def mask_mod(spec: MaskSpec) -> MaskMod:
     """The mask as a function of indices of any shape."""
     document_ids_BN, window, positions_Q = spec.document_ids_BN, spec.window, spec.query_positions_Q
+    chunk = spec.chunk or spec.num_tokens
 
     def is_past(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key <= query
 
     def is_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query - key < window
+
+    def is_in_chunk(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query // chunk == key // chunk
 
     def is_same_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         assert document_ids_BN is not None
@@ -105,6 +117,8 @@ def mask_mod(spec: MaskSpec) -> MaskMod:
     mask_mods: list[MaskMod] = [is_past]
     if spec.has_window:
         mask_mods.append(is_in_window)
+    if spec.has_chunks:
+        mask_mods.append(is_in_chunk)
     if document_ids_BN is not None:
         mask_mods.append(is_same_document)
     all_of = and_masks(*mask_mods)
@@ -130,6 +144,12 @@ def _block_overlap(spec: MaskSpec) -> tuple[Tensor, Tensor]:
     if spec.has_window:
         some_BKK = some_BKK & (low_q - last_K < spec.window)
         every_BKK = every_BKK & (high_q - first_K < spec.window)
+    if spec.has_chunks:
+        low_chunk_q, high_chunk_q, first_chunk_K, last_chunk_K = (
+            places // spec.chunk for places in (low_q, high_q, first_K, last_K)
+        )
+        some_BKK = some_BKK & (low_chunk_q <= last_chunk_K) & (first_chunk_K <= high_chunk_q)
+        every_BKK = every_BKK & (low_chunk_q == last_chunk_K) & (first_chunk_K == high_chunk_q)
     if spec.document_ids_BN is not None:
         low_BK, high_BK = _block_range(spec.document_ids_BN)
         low_Bq, high_Bq = low_BK, high_BK

@@ -97,8 +97,8 @@ class Transformer(nn.Module, TextGenerator):
             chunks = self.query_shard.slices(num_tokens)
             positions_Q = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
-        def mask(window: int) -> Mask:
-            spec = MaskSpec(num_tokens, window, document_ids_BN, device, positions_Q)
+        def mask(window: int, chunk: int) -> Mask:
+            spec = MaskSpec(num_tokens, window, document_ids_BN, device, positions_Q, chunk=chunk)
             return self.make_mask(spec) if self.masks_all_layers or not spec.is_causal_only else None
 
         return self._by_layer(num_tokens, device, positions_Q, mask)
@@ -112,15 +112,15 @@ class Transformer(nn.Module, TextGenerator):
             num_keys,
             device,
             places_T,
-            lambda window: dense_mask(MaskSpec(num_keys, window, None, device, None, positions_Bn)),
+            lambda window, chunk: dense_mask(MaskSpec(num_keys, window, None, device, None, positions_Bn, chunk)),
         )
         return {name: context._replace(cache=cache.layer(name)) for name, context in contexts.items()}
 
     def _by_layer(
-        self, num_tokens: int, device: torch.device, places_N: Tensor | None, make_mask: Callable[[int], Mask]
+        self, num_tokens: int, device: torch.device, places_N: Tensor | None, make_mask: Callable[[int, int], Mask]
     ) -> dict[str, Context]:
-        """By layer, of which those with equal windows share a mask. Queries and keys of a forward have these places
-        in sequences of `num_tokens`, or all."""
+        """By layer, of which those with equal windows and chunks share a mask. Queries and keys of a forward
+        have these places in sequences of `num_tokens`, or all."""
         attention = self.config.attention
         tables, factors_N = rope_tables(attention, num_tokens, device), query_factors(attention, num_tokens, device)
         if places_N is not None:
@@ -130,11 +130,11 @@ class Transformer(nn.Module, TextGenerator):
         unrotated = rotated
         if attention.nope_every:
             unrotated = partial(Context, *no_rotation(tables), has_rope=False, query_factors_N=factors_N)
-        windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
-        masks = {window: make_mask(window) for window in set(windows.values())}
+        spans = {i: (attention.window(i, num_tokens), attention.chunk(i, num_tokens)) for i in map(int, self.layers)}
+        masks = {span: make_mask(*span) for span in set(spans.values())}
         contexts = {}
-        for name, window in windows.items():
-            contexts[name] = (rotated if attention.has_rope(int(name)) else unrotated)(mask=masks[window])
+        for i, span in spans.items():
+            contexts[str(i)] = (rotated if attention.has_rope(i) else unrotated)(mask=masks[span])
         return contexts
 
     @property

@@ -96,6 +96,7 @@ def _attention(recipe: Recipe) -> str:
     else:
         shape = f"mla, {a.num_heads} heads of {a.qk_nope_head_dim} + {a.qk_rope_head_dim}, latent {a.kv_lora_rank}"
     window = f", window {a.sliding_window:,}" if a.sliding_window else ""
+    window += f", chunks of {a.attention_chunk_size:,}" if a.attention_chunk_size else ""
     full = f", 1 layer in {a.full_attention_every} full" if a.full_attention_every else ""
     return shape + window + full + (f", 1 layer in {a.nope_every} without RoPE" if a.nope_every else "")
 

@@ -102,6 +102,9 @@ def test_count_of_flops_with_a_window() -> None:
     assert core(100, sliding_window=20) == 6 * windowed
     assert core(100, sliding_window=20, full_attention_every=3) == 4 * windowed + 2 * a_pair * 50
     assert core(20, sliding_window=20) == core(20, sliding_window=21) == core(20)
+    # 14 chunks of 7 tokens, in which a token sees 3.5 on average, and the last 2 tokens
+    chunked = 4 * (14 * 49 + 4) * a_pair // 2 // 100
+    assert core(100, attention_chunk_size=7, nope_every=3) == chunked + 2 * a_pair * 50
     of_six, shape = replace(SMALL, num_layers=6), replace(SMALL.attention, sliding_window=20)
     saved = training_flops_per_token(of_six, 100) - training_flops_per_token(replace(of_six, attention=shape), 100)
     assert saved == core(100) - core(100, sliding_window=20)

@@ -74,6 +74,18 @@ temperature_needs_layers_without_rope = row(
 )
 
 
+chunks_have_no_windows = row(
+    "a layer has chunks or a window",
+    lambda r: r.model.attention.attention_chunk_size > 0 and r.model.attention.sliding_window > 0,
+    "{model.attention.attention_chunk_size} does not go with {model.attention.sliding_window}; set one of them to 0",
+)
+some_layers_have_chunks = row(
+    "the layers with rotary embedding have chunks",
+    lambda r: r.model.attention.attention_chunk_size > 0 and r.model.attention.nope_every == 1,
+    "{model.attention.attention_chunk_size} has no effect with {model.attention.nope_every}",
+)
+
+
 OF_GQA = ("qk_norm", "clip_qkv", "qkv_bias", "out_bias", "sinks", "partial_rotary_factor")
 
 

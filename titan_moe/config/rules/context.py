@@ -54,8 +54,8 @@ cp_supports_the_recipe = row(
 
 @rule(
     "ring attention reads one block of keys after the other, plain causal, and merges results by the log-sum-exp",
-    "parallel.cp_kind data.document_attention model.attention.sliding_window head_dim perf.attention precision.compute "
-    "run.device",
+    "parallel.cp_kind data.document_attention model.attention.sliding_window attention_chunk_size head_dim "
+    "perf.attention precision.compute run.device",
 )
 def ring_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.cp > 1 and recipe.parallel.cp_kind == "ring":
@@ -74,6 +74,8 @@ def _unsupported_by_ring(recipe: Recipe) -> Iterator[str]:
         yield "data.document_attention = true"
     if any(a.window(layer, num_tokens) < num_tokens for layer in range(m.num_layers)):
         yield f"model.attention.sliding_window = {a.sliding_window}"
+    if any(a.chunk(layer, num_tokens) < num_tokens for layer in range(m.num_layers)):
+        yield f"model.attention.attention_chunk_size = {a.attention_chunk_size}"
     if backend in ("efficient", "math"):
         yield f'perf.attention = "{backend}", which returns no log-sum-exp of each query'
     if recipe.run.device != "cpu" and compute != "bf16":

@@ -163,7 +163,9 @@ def _causes_of_masks(recipe: Recipe) -> list[str]:
     if p.cp > 1 and p.cp_kind == "ring":
         return []
     has_windows = any(a.window(layer, num_tokens) < num_tokens for layer in range(recipe.model.num_layers))
+    has_chunks = any(a.chunk(layer, num_tokens) < num_tokens for layer in range(recipe.model.num_layers))
     causes = {
+        f"model.attention.attention_chunk_size = {a.attention_chunk_size}": has_chunks,
         "data.document_attention = true": recipe.data.document_attention,
         f"model.attention.sliding_window = {a.sliding_window}": has_windows,
         'parallel.cp_kind = "allgather"': p.cp > 1 and p.cp_kind == "allgather",

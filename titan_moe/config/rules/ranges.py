@@ -67,7 +67,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "head_dim yarn_factor yarn_original_tokens longrope_original_tokens": POSITIVE,
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim": POSITIVE,
         "sliding_window full_attention_every q_lora_rank yarn_mscale yarn_mscale_all_dim": ZERO_OR_MORE,
-        "clip_qkv softmax_scale attn_scale": ZERO_OR_MORE,
+        "clip_qkv softmax_scale attn_scale attention_chunk_size": ZERO_OR_MORE,
         "floor_scale": POSITIVE,
         "nope_every": Range(0, LAYERS),
         "rope_theta": Range(1, includes_low=False),

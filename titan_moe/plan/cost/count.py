@@ -61,12 +61,12 @@ def training_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
 def attention_core_flops_per_token(model: ModelConfig, seq_len_tokens: int, layers: Iterable[int] | None = None) -> int:
     """Count the FLOPs of QK^T and PV in some layers, by default in all, training, on one token of a sequence.
 
-    A token attends to N / 2 of N tokens on average; with a window W to W - W² / 2N, the same for W = N.
+    A token attends to N / 2 of N tokens on average; with a window W to W - W² / 2N, with a chunk C
+    that divides N to C / 2.
     """
     cores = [module for module in modules_of(model) if module.pair_width]
     doubled = 0
     for layer in range(model.num_layers) if layers is None else layers:
-        window = model.attention.window(layer, seq_len_tokens)
         pair_width = sum(module.pair_width for module in cores if module.is_in(layer))
-        doubled += pair_width * window * (2 * seq_len_tokens - window)
+        doubled += pair_width * model.attention.doubled_pairs(layer, seq_len_tokens)
     return 3 * doubled // seq_len_tokens
