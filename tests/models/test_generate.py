@@ -35,9 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe-tied", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe-tied", "deepseek_v3", "llama4_text"])
 def test_texts_go_on_as_in_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Across a sliding window of 11; rows with prompts of other lengths are as if alone; pieces of prompts."""
+    """Across windows and chunks of 11; rows with prompts of other lengths are as if alone; pieces of prompts."""
     theirs = twin(name)
     theirs.save_pretrained(tmp_path)
     model = ours_for(tmp_path)

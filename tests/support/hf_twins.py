@@ -53,6 +53,9 @@ LONGROPE |= {"short_factor": [1.0, 1.4, 2.5], "long_factor": [1.0, 4.0, 16.0], "
 PHIMOE = BASE | {"num_key_value_heads": 3, "num_local_experts": 5, "intermediate_size": 14, "num_experts_per_tok": 2}
 PHIMOE |= {"attention_bias": True, "lm_head_bias": True, "rope_parameters": LONGROPE, "max_position_embeddings": 2048}
 PHIMOE |= {"router_jitter_noise": 0.0}  # with another one experts are drawn in training
+LLAMA4 = BASE | {"num_key_value_heads": 3, "head_dim": 6, "num_local_experts": 5, "intermediate_size": 14}
+LLAMA4 |= {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 38, "floor_scale": 3}
+LLAMA4 |= {"no_rope_layer_interval": 2, "attention_chunk_size": 11, "attn_scale": 0.3}
 TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", GQA | {"head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("Qwen3Moe", GQA | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -76,6 +79,7 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", GPT_OSS),
     "gpt_oss-without_yarn": ("GptOss", GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "phimoe": ("Phimoe", PHIMOE),
+    "llama4_text": ("Llama4Text", LLAMA4),
     "deepseek_v3": ("DeepseekV3", MLA | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
 }
 
@@ -86,7 +90,7 @@ def twin(name: str, **changes: Any) -> nn.Module:
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     config = getattr(transformers, f"{prefix}Config")(**settings | changes | options)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             tensor.normal_(mean=1.0 if "norm" in key else 0.0, std=0.2)

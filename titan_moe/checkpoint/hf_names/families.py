@@ -10,6 +10,7 @@ from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
 from titan_moe.checkpoint.hf_names.gpt_oss import GPT_OSS
 from titan_moe.checkpoint.hf_names.gqa_families import GLM4_MOE, HUNYUAN_V1_MOE, MINIMAX_M2, OLMOE
 from titan_moe.checkpoint.hf_names.granite import GRANITE_MOE, GRANITE_MOE_SHARED
+from titan_moe.checkpoint.hf_names.llama4 import LLAMA4_TEXT
 from titan_moe.checkpoint.hf_names.other_blocks import OTHER_BLOCKS
 from titan_moe.checkpoint.hf_names.parts import (
     COMMON,
@@ -214,7 +215,7 @@ SOLAR_OPEN = replace(
 
 BUILT: tuple[Family, ...] = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
 BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE, GPT_OSS, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE4_5_MOE
-BUILT += (PHIMOE,)
+BUILT += PHIMOE, LLAMA4_TEXT
 FAMILIES = {family.model_type: family for family in BUILT}
 
 
