@@ -115,6 +115,7 @@ def test_compile_windowed_and_full_layers_are_two_graphs(dynamo_counter: Compile
     )
 
 
+@pytest.mark.few("sigmoid, groups, gated")
 @pytest.mark.usefixtures("counter")
 @pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
 def test_compile_equals_eager(moe: MoEConfig) -> None:

@@ -392,6 +392,7 @@ def check_followed(
     return num_reruns
 
 
+@pytest.mark.few()
 @pytest.mark.interpreted
 def test_files_of_an_arena_follow_a_burst(ranks: Any, tmp_path: Path) -> None:
     case_of_steps = SMALL, "bursts", range(STEP - 1, STEP + 2), USUAL

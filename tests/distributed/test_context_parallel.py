@@ -21,6 +21,7 @@ TP2 = ParallelConfig(tp=2)
 CP2_TP2 = ParallelConfig(cp=2, tp=2, cp_kind="allgather")
 
 
+@pytest.mark.few("cp2-ep2-to-1")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "num_later", "later", "name"),
     [

@@ -54,6 +54,7 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 
+@pytest.mark.few()
 def test_compiled_experts_train_as_one_process(ranks, alone: Any) -> None:
     parallel = ParallelConfig(etp=2, dispatcher="allgather")
     candidate = with_biases(parallel, compile=CompileConfig("on"), micro_batch_sequences=2)

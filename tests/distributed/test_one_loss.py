@@ -492,7 +492,7 @@ def test_one_loss_with_ring_attention(
         assert_same(trace, causal_alone(name), 1e-9)
 
 
-@pytest.mark.few("overlapped-tp2")
+@pytest.mark.few()
 @pytest.mark.parametrize(
     ("parallel", "name", "what"),
     [

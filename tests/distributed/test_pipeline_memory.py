@@ -135,6 +135,7 @@ def train_on_files(folder: str, candidate: Recipe) -> Any:
     return over_memory.on_files(folder, "slabs", "train_in_slabs", candidate)
 
 
+@pytest.mark.few("zbv")
 @pytest.mark.parametrize(
     ("changes", "num_layers", "num_slabs", "num_delayed"),
     [({"overlap": "tile"}, 3, (2, 1), (0, 0)), (V, 5, (4, 4), (2, 4))],

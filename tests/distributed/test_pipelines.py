@@ -157,7 +157,6 @@ LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
 
 
 @pytest.mark.few(
-    "1f1b_tp",
     "interleaved_sharded_tied",
     "allgather",
 )

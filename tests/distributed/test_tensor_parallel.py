@@ -117,6 +117,7 @@ def assert_same_state(loaded: list[dict[str, Tensor]], saved: dict[str, Tensor])
             assert torch.equal(state[name], value), name
 
 
+@pytest.mark.few("1-to-tp2")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "num_later", "later", "is_async"),
     [

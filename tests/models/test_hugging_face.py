@@ -174,6 +174,7 @@ def loads(counts: dict[str, Tensor], steps: slice) -> list[float]:
     return [(sum_E.max() / sum_E.mean()).item() for sum_E in sums]
 
 
+@pytest.mark.few()
 @pytest.mark.slow
 def test_loads_stay_even_beside_a_mean_loss() -> None:
     _, unbalanced, _ = trained()

@@ -167,6 +167,7 @@ def test_lost_terminal_saves(tiny, tmp_path: Path) -> None:
     assert run.saved_steps == [run.column("step")[-1]]
 
 
+@pytest.mark.few()
 def test_nohup_goes_on(tiny) -> None:
     run = tiny("--train.steps=20")
     ignore = ctypes.CDLL(None)

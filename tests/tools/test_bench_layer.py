@@ -31,6 +31,7 @@ def integer_histogram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "histc", float_histc)
 
 
+@pytest.mark.few()
 def test_layer_candidates_agree(tool: ModuleType, integer_histogram: None, capsys: pytest.CaptureFixture[str]) -> None:
     bench = tool.Bench(CPU, torch.float32, tool.wall_clock_ms, 100)
     bench.run(tool.SMOKE, ["grouped_mm", "composite", "torchtitan"], 3.0)

@@ -26,6 +26,7 @@ def last_losses(run) -> float:
     return sum(run.column("loss")[-10:]) / 10
 
 
+@pytest.mark.few("qwen-like")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "tolerances"),
@@ -71,6 +72,7 @@ def test_checkpoints_load_into_any_precision(tiny: Callable, caplog: pytest.LogC
         assert manifest["recipe"]["precision.modules_in_compute"] == []
 
 
+@pytest.mark.few()
 @pytest.mark.slow
 def test_compiled_formats_train_as_eager_ones(tiny: Callable) -> None:
     words = (*SHARED, "--train.steps=2", *ROWWISE, "--precision.compute=bf16")

@@ -31,6 +31,7 @@ def test_parked_states_train_and_resume_as_others(tiny, tmp_path: Path, more: tu
             assert torch.equal(state[name], value) if is_tensor else state[name] == value, name
 
 
+@pytest.mark.few()
 def test_ranks_park_their_shards(ranks, tiny) -> None:
     words = (*RUN, *STATES, "--parallel.ep=2", "--parallel.dispatcher=alltoall", "--train.micro_batch_sequences=1")
     plain, parked = tiny(*words), tiny(*words, "--memory.park=states")

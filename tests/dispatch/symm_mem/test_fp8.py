@@ -108,6 +108,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(equal_local, name, BLOCK)
 
 
+@pytest.mark.few()
 @pytest.mark.interpreted
 def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide: None) -> None:
     check_both(ranks(2, both_in_blocks, str(tmp_path), ROUTINGS, 0, 8.0, FusedMLP(FP8_BLOCKWISE)))

@@ -218,6 +218,7 @@ def check_ways(ranks: list[Any], again: float = 0.0) -> None:
         assert any(is_void for _, is_void, _ in small) == any(need > 1 for *_, need in small)
 
 
+@pytest.mark.few("ways0-True", "ways2-True")
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("ways", "overlaps"),

@@ -88,6 +88,7 @@ def train(format: Format, num_steps: int = 45) -> float:
     return sum(losses[-10:]) / 10
 
 
+@pytest.mark.few()
 @pytest.mark.slow
 def test_short_training_in_emulated_formats() -> None:
     losses = {format: train(format) for format in ("compute", "nvfp4")}

@@ -261,7 +261,7 @@ def test_split_backwards_beside_pairs_delay_all_that_they_can(ranks: Any) -> Non
         assert paired == plain and min(plain) > 2
 
 
-@pytest.mark.few("dualpipev")
+@pytest.mark.few()
 @pytest.mark.interpreted
 @pytest.mark.parametrize("schedule", ["dualpipev", "interleaved_1f1b"])
 def test_pairs_delay_weight_gradients_of_experts_in_triton(ranks: Any, schedule: str) -> None:

@@ -305,7 +305,7 @@ BF16 = PrecisionConfig("bf16", "fp32", "fp32")
 EP2 = replace(ZBV, ep=2, dispatcher="alltoall")
 
 
-@pytest.mark.few("unsharded_experts", "edp2", "tp2-ep2-shared_heads", "tied", "whole_backwards_too")
+@pytest.mark.few("unsharded_experts", "tp2-ep2-shared_heads", "tied", "whole_backwards_too")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "name", "precision"),
     [
