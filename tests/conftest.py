@@ -222,9 +222,9 @@ BESIDE = {
     "pools": ("ranks", {}),
     "slow_ones": ("one_process", {}),
 }
-MOVED = {"launches": 1, "pools": 3, "slow_ones": 2}
+MOVED = {"launches": 1, "pools": 2, "slow_ones": 2}
 """Fixtures whose tests leave the process that waits for them, and the processes that share them: ranks wait for each
-other, and several pools keep the cores busy where one would not."""
+other, and two pools keep the cores busy where one would not."""
 STARTED = pytest.StashKey[dict[str, list[Beside]]]()
 
 
