@@ -40,7 +40,7 @@ BESIDE_A_RUNS_RECIPE = "environment.json"
 
 
 class RecipeError(Exception):
-    """An invalid recipe. `problems` has one message per problem."""
+    """What is wrong with a recipe, or with what it names. `problems` has one message per problem."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))

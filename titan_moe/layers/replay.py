@@ -31,11 +31,10 @@ class RoutingReplay:
     Ids are [B, N, L, K] with L the layers of the model, -1 in dense ones, as vLLM and SGLang return them for a sequence
     (`routed_experts`, [N - 1, L, K]). A token with -1 in a layer takes what its router chooses, and this is recorded.
 
-    The buffers never move, so a CUDA graph of the forward may be replayed with other ids. A repeated forward of
-    `memory.recompute` routes as the first did. Each rank has the tokens of its own forward: of its part of the
-    sequences with context parallelism; with tensor parallelism `set` takes the ids of all tokens of the forward, and
-    `topk_ids` are those of this rank's routers. `Batch.topk_ids_MBNLK` does the same for the steps of a run, with
-    pipelines and microbatches.
+    The buffers never move, so a CUDA graph of the forward may be replayed with other ids. A forward that is repeated
+    for backward routes as the first did. Each rank has the tokens of its own forward: of its part of the sequences
+    with context parallelism; with tensor parallelism `set` takes the ids of all tokens of the forward, and `topk_ids`
+    are those of this rank's routers. `Batch.topk_ids_MBNLK` does the same for the steps of a run.
 
     Example:
         >>> import torch

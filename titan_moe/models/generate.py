@@ -56,8 +56,7 @@ class TextGenerator:
 
         `lengths_B` are the lengths of prompts that differ, which begin their rows; what follows them is ignored, and a
         row goes on where its prompt ends. A row has ended after one of `end_tokens`, and it all ends when all rows
-        have. Places after a row's end have `pad_token`, an id of the vocabulary, by default an
-        end token, or 0.
+        have. Places after a row's end have `pad_token`, an id of the vocabulary, by default an end token, or 0.
 
         At `temperature` 0 the likeliest token is taken. Otherwise tokens are drawn, with a `generator` on the model's
         device, from the logits divided by it, and with `top_p` below 1 from the fewest likeliest ones whose

@@ -3,7 +3,7 @@
 from titan_moe.checkpoint.hf_names import names
 from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
 from titan_moe.checkpoint.hf_names.names import Fused, NotOnDisk, one
-from titan_moe.checkpoint.hf_names.parts import ROPE, ROPE_DEFAULTS, read_rope
+from titan_moe.checkpoint.hf_names.parts import GQA, ROPE, ROPE_DEFAULTS, read_rope
 from titan_moe.config.model import ModelConfig
 
 YARN: Values = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -61,17 +61,10 @@ NAMES: names.Names = (
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    fields={
-        "vocab_size": "vocab_size",
-        "num_hidden_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "rms_norm_eps": "norm_eps",
-        "tie_word_embeddings": "embeddings_are_tied",
-        "num_attention_heads": "attention.num_heads",
-        "num_key_value_heads": "attention.num_kv_heads",
+    fields=GQA
+    | {
         "head_dim": "attention.head_dim",
         "num_local_experts": "moe.num_experts",
-        "num_experts_per_tok": "moe.top_k",
         "intermediate_size": "moe.ffn_hidden_size",
         "swiglu_limit": "moe.swiglu_limit",
         "swiglu_alpha": "moe.swiglu_alpha",
