@@ -154,6 +154,7 @@ def test_offloaded_steps_are_the_same_in_less_memory(take: Callable[..., Assembl
     offloaded = replace(plain, memory=MemoryConfig(("none",), ("block", "attention", "ffn_norm")))
     losses, peaks = [], []
     for recipe in (plain, offloaded):
+        gc.collect()  # what tests before have left would be freed in one of them
         run = take(recipe, device)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -163,7 +164,7 @@ def test_offloaded_steps_are_the_same_in_less_memory(take: Callable[..., Assembl
         run.step.release()
         del run
     assert losses[0] == losses[1]
-    assert peaks[0] - peaks[1] > 0.7 * sum(sent_bytes(offloaded))
+    assert peaks[0] - peaks[1] > 0.7 * sum(sent_bytes(offloaded)), peaks
 
 
 def test_steps_that_are_recorded_anew_are_the_same(device: torch.device) -> None:
