@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from titan_moe.config.gemms import count_packed_experts
 from titan_moe.config.modules import modules_of
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
@@ -149,9 +148,8 @@ class _Search:
         options = []
         for name in RECOMPUTABLE:
             layers = self._layers(name)
-            is_unseen = name in ("moe_act", "experts") and count_packed_experts(self.recipe) > 0  # in fp8, on GPUs
             overwrites_clones = name == "expert_weights" and self.recipe.parallel.has_clones
-            if name == "block" or is_unseen or overwrites_clones or not layers or not self._is_allowed({name: layers}):
+            if name == "block" or overwrites_clones or not layers or not self._is_allowed({name: layers}):
                 continue
             freed = max(was - now for was, now in zip(before, self.gib({name: layers}), strict=True))
             if freed > 0.01:
