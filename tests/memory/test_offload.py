@@ -1,5 +1,6 @@
 """Offload: the same bits, memory of the GPU that is let go, and the order of copies between two streams."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -149,6 +150,20 @@ def test_the_gpu_lets_go_of_tensors_two_blocks_later() -> None:
     assert len(alive) == 4
     loss.backward()
     assert not alive
+
+
+@pytest.mark.parametrize(("offloaded", "recomputed"), [(ALL, ()), ((), ("norms", "experts"))])
+def test_steps_leave_no_tensors(offloaded: Sequence[str], recomputed: Sequence[str]) -> None:
+    """Nor nodes of scores that no loss reads, whose backward never runs."""
+    model, _ = build(offloaded, recomputed)
+
+    def num_alive() -> int:
+        gradients(model)
+        gc.collect()
+        return sum(issubclass(type(it), Tensor) for it in gc.get_objects())
+
+    num_alive()
+    assert num_alive() == num_alive()
 
 
 def test_places_of_the_host_are_used_again() -> None:

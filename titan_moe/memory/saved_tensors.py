@@ -70,8 +70,10 @@ class Scope:
 
     def packed(self, value: Any) -> Any:
         """What is kept of a saved tensor: a `Saved`, or the tensor."""
-        if type(value) not in PLAIN or not value.numel():
+        if type(value) not in PLAIN:
             return value
+        if not value.numel():
+            return alone(value)
         place = storage_of(value)
         found = self._known.get(place)
         is_new = found is None and place not in self._kept and value.is_floating_point() and value.dim() > 0
@@ -79,7 +81,7 @@ class Scope:
             self._known[place] = found
         if found is None or found.tensor.dtype != value.dtype:
             self._kept.add(place)
-            return value
+            return alone(value)
         offset = value.storage_offset() - found.origin
         return Saved(found.source(), value.size(), value.stride(), offset, value.requires_grad)
 
@@ -110,6 +112,12 @@ def unpacked(value: Any) -> Any:
         return value
     tensor = value.source.read()
     return tensor.as_strided(value.size, value.stride, tensor.storage_offset() + value.offset)
+
+
+def alone(value: Tensor) -> Tensor:
+    """The tensor without the node that made it. A node whose hook keeps its own output is never freed, unless backward
+    runs it; autograd ties what is unpacked to its node again."""
+    return value.detach() if value.grad_fn is not None else value
 
 
 def storage_of(value: Tensor) -> int:
