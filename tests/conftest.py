@@ -5,7 +5,6 @@ import atexit
 import gc
 import inspect
 import io
-import multiprocessing
 import os
 import runpy
 import signal
@@ -28,6 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in runs
 
 import torch  # noqa: E402
+from support import forks  # noqa: E402
 
 from titan_moe.versions import REPORTS_LEAKS_AT_EXIT  # noqa: E402
 
@@ -40,23 +40,6 @@ SECONDS_TO_CLOSE = 30
 ENDS_SOON_SECONDS = 20
 if not torch.cuda.is_available():  # processes that compile have more to import than they gain on a few cores
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-IMPORTED_BEFORE_FORKS = (
-    "titan_moe.training.build",
-    "pytest",
-    # the compiler, which PyTorch imports at the first compilation
-    "torch._dynamo.backends.debugging",
-    "torch._dynamo.backends.inductor",
-    "torch._dynamo.repro.after_dynamo",
-    "torch._export.passes.add_runtime_assertions_for_constraints_pass",
-    "torch._functorch._aot_autograd.subclass_codegen",
-    "torch._inductor.compile_fx",
-    "torch.distributed.tensor.debug",  # a quarter of a second for each rank
-    "torch.distributed.tensor.experimental._attention",
-    "torch.profiler",
-    "sympy.combinatorics",
-    "sympy.tensor",
-)
-"""Modules that are imported once for all ranks; one that this PyTorch lacks is left out."""
 COLLECTION_THRESHOLDS = (20_000, 10, 100)
 """Of Python's garbage, as in support/rank_worker.py."""
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -69,11 +52,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.pipes, self.workers, self.num_jobs = folder, [], [], 0
-        # to import what they need takes each rank seconds: they are forks of one process that has done so, except where
-        # that process may have asked for GPUs, which do not survive a fork
-        self.context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        if self.context.get_start_method() == "forkserver":
-            self.context.set_forkserver_preload(list(IMPORTED_BEFORE_FORKS))
+        self.context = forks.context()
 
     def __call__(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         self._grow(num_ranks)

@@ -2,17 +2,22 @@
 
 import errno
 import json
-import resource
 from inspect import currentframe
 from pathlib import Path
 
 import pytest
+from support.runs import COMMAND
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.config import RecipeError
 from titan_moe.run.failure import first_rank_has_refused, plain_words, record_failure, recorded_failures
+
+LIMIT_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
 
 
 def full(path: str | None = None) -> OSError:
@@ -105,12 +110,7 @@ def test_failure_of_a_full_disk_is_the_last_line(
     compiled modules too, and read them again in other tests."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     run = tiny("--train.steps=200", *saves)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    try:
-        process = run.start(*(("--nproc", "2") if num_ranks == 2 else ()))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    process = run.start(*(("--nproc", "2") if num_ranks == 2 else ()), script=LIMIT_FILES + COMMAND)
     stderr = process.communicate(timeout=180)[1]
     assert process.returncode == 1
     last_line = stderr.strip().splitlines()[-1]

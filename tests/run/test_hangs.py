@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.runs import COMMAND, Started
 
 pytestmark = [pytest.mark.slow, pytest.mark.launches]
 
@@ -50,7 +51,7 @@ def on_one_thread() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-def wait_for(process: subprocess.Popen[str], path: Path) -> None:
+def wait_for(process: Started, path: Path) -> None:
     while process.poll() is None and not path.exists():
         time.sleep(0.02)
 
@@ -98,12 +99,7 @@ def test_hang_of_one_process_ends(tiny, tmp_path: Path) -> None:
 def test_hang_ends_by_sigterm(tiny, tmp_path: Path, is_repeated: bool) -> None:
     """After a grace period, or at the second signal; the limit of a step is hours away."""
     run = tiny("--train.micro_batch_sequences=4", "--run.step_timeout_minutes=600", write_model(tmp_path, SLEEP_IN_C))
-    program = ["-m", "titan_moe"] if is_repeated else ["-c", IMPATIENT]
-    process = subprocess.Popen(
-        [sys.executable, *program, *run.words],
-        cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        env=on_one_thread(),
-    )  # fmt: skip
+    process = run.start(folder=tmp_path, script=COMMAND if is_repeated else IMPATIENT)
     wait_for(process, tmp_path / "reached")
     process.terminate()
     if is_repeated:

@@ -31,6 +31,7 @@ def test_launch_refuses_two_levels_on_one_node(tiny) -> None:
 
 
 def test_launch_prints_the_first_failure_last(tiny, tmp_path) -> None:
+    """Of ranks that torchrun starts: those of other tests are forks."""
     (tmp_path / "failing.py").write_text(
         "import os\n"
         "from titan_moe.models.transformer import Transformer\n"
@@ -42,7 +43,7 @@ def test_launch_prints_the_first_failure_last(tiny, tmp_path) -> None:
         "            raise ArithmeticError('these are the words')\n"
         "        return super().forward(*args, **kwargs)\n"
     )
-    process = tiny().start("--nproc", "2", "--model.class=failing:Model", folder=tmp_path)
+    process = tiny().start("--nproc", "2", "--model.class=failing:Model", folder=tmp_path, is_fork=False)
     stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 1
     last_line = stderr.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""A tiny run with every kind of parameter in a checkpoint. As a script, it is such a run on one rank.
+"""A tiny run with every kind of parameter in a checkpoint.
 
 Gradients are drawn at random, not computed. AdamW is element-wise, so the layout adds no rounding error.
 """
@@ -6,7 +6,6 @@ Gradients are drawn at random, not computed. AdamW is element-wise, so the layou
 import json
 import os
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -184,10 +183,3 @@ def run_phases(folder: str, *names: str) -> None:
     """What a rank does in a folder, by names of PHASES."""
     for name in names:
         PHASES[name](Path(folder))
-
-
-if __name__ == "__main__":  # for what ends its process
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    run_phases(*sys.argv[1:])
-    dist.destroy_process_group()

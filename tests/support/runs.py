@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from support.forks import Forked
 from titan_moe import cli
 
 TINY = Path(__file__).parents[1] / "training" / "tiny.toml"
 TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MEASURED = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "step_ms", "memory_gib"}
 """What differs between two runs of one recipe."""
+COMMAND = """
+import sys
+from titan_moe import cli
+sys.exit(cli.main())
+"""
 SIGNALLED = """
 import os, sys, threading
 from titan_moe import cli
@@ -38,6 +44,9 @@ Meter.log = log_and_signal
 sys.exit(cli.main())
 """
 """A run that sends itself a signal: an observer could be too late on a busy machine."""
+Started = subprocess.Popen[str] | Forked
+HAS_GPUS = torch.cuda.is_available()
+"""Runs are no forks there: GPUs do not survive one."""
 
 
 class Run:
@@ -63,13 +72,19 @@ class Run:
         assert {code for code, _ in answers} == {exit_code}, answers
         return answers[0][1]
 
-    def start_signalled(self, step: int, number: int, delay_s: float) -> subprocess.Popen[str]:
+    def start_signalled(self, step: int, number: int, delay_s: float) -> Started:
         """Train in another process that gets a signal this long after it has logged a step."""
-        return _start(self.words, program=("-c", SIGNALLED, str(step), str(int(number)), str(delay_s)))
+        return start([str(step), str(int(number)), str(delay_s), *self.words], SIGNALLED)
 
-    def start(self, *words: str, folder: Path | None = None, verb: str = "train") -> subprocess.Popen[str]:
-        """Train (or trace) in another process, on one thread; `folder` is its working folder."""
-        return _start([verb, *self.words[1:], *words], folder)
+    def start(
+        self,
+        *words: str,
+        folder: Path | None = None,
+        script: str = COMMAND,
+        is_fork: bool = not HAS_GPUS,
+    ) -> Started:
+        """Train in another process, on one thread; `folder` is its working folder. A fork has done its imports."""
+        return start([*self.words, *words], script, folder, is_fork)
 
     def copy(self, folder: Path, last_step: int) -> "Run":
         """This run as if it had died after saving a step."""
@@ -124,12 +139,13 @@ def run_command(port: int, words: list[str]) -> tuple[int, str]:
         logger.removeHandler(said)
 
 
-def _start(
-    words: list[str], folder: Path | None = None, program: Sequence[str] = ("-m", "titan_moe")
-) -> subprocess.Popen[str]:
+def start(words: list[str], script: str, folder: Path | None = None, is_fork: bool = not HAS_GPUS) -> Started:
+    """A script in another process, as by `python -c SCRIPT WORDS`."""
     kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    command = [sys.executable, *program, *words]
     variables = {**kept, "OMP_NUM_THREADS": "1"}
+    if is_fork:
+        return Forked(script, words, variables, folder)
+    command = [sys.executable, "-c", script, *words]
     return subprocess.Popen(
         command, env=variables, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

@@ -3,12 +3,12 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from support.runs import Started
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +32,12 @@ PAIRS = (
 )
 
 
-def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+def ranks_of(launcher: Started) -> list[int]:
+    """In the order in which it has started them."""
     return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 
 
-def kill_launcher(launcher: subprocess.Popen[str]) -> None:
+def kill_launcher(launcher: Started) -> None:
     """Kill it, and wait for the end of its ranks: until then they hold the run folder."""
     ranks = ranks_of(launcher)
     launcher.kill()
@@ -47,11 +48,10 @@ def kill_launcher(launcher: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
-def kill_rank(launcher: subprocess.Popen[str], rank: int) -> str:
+def kill_rank(launcher: Started, rank: int) -> str:
     """Kill one rank of a run; what its launcher says when it has ended the others."""
     ranks = ranks_of(launcher)
-    (own,) = [pid for pid in ranks if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
-    os.kill(own, signal.SIGKILL)
+    os.kill(ranks[rank], signal.SIGKILL)
     said = launcher.communicate(timeout=120)[1]
     assert launcher.returncode == 128 + signal.SIGKILL, said
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), "none goes on without the others"
