@@ -28,6 +28,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in runs
 
 import torch  # noqa: E402
 from support import forks  # noqa: E402
+from support.costs import cost_of  # noqa: E402
 
 from titan_moe.versions import REPORTS_LEAKS_AT_EXIT  # noqa: E402
 
@@ -201,8 +202,8 @@ BESIDE = {
     "pools": ("ranks", {}),
     "slow_ones": ("one_process", {}),
 }
-MOVED = {"launches": 1, "pools": 2, "slow_ones": 2}
-"""Fixtures whose tests leave the process that waits for them, and the processes that share them: ranks wait for each
+SHARES = {"interpreter": 2, "launches": 1, "pools": 2, "slow_ones": 2}
+"""Fixtures, whose tests leave the process that waits for them, and the processes that share them: ranks wait for each
 other, and two pools keep the cores busy where one would not."""
 STARTED = pytest.StashKey[dict[str, list[Beside]]]()
 
@@ -249,13 +250,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     of_mark = {mark: [item for item in session.items if item.get_closest_marker(mark)] for mark, _ in BESIDE.values()}
     if session.config.option.markexpr:  # none of their tests was asked for
-        unasked = {name for name in waited_for & MOVED.keys() if not of_mark[BESIDE[name][0]]}
+        unasked = {name for name in waited_for if not of_mark[BESIDE[name][0]]}
         waited_for -= unasked
         left_out = [item for item in session.items if unasked & _waits_for(item)]
         session.items[:] = [item for item in session.items if item not in left_out]
         session.config.hook.pytest_deselected(items=left_out)
-    # a whole run: they need not run here too; those of the interpreter skip themselves
-    moved = {item for name in waited_for & MOVED.keys() for item in of_mark[BESIDE[name][0]]}
+    # a whole run: they need not run here too
+    moved = {item for name in waited_for for item in of_mark[BESIDE[name][0]]}
     session.items[:] = [item for item in session.items if item not in moved]
     session.config.hook.pytest_deselected(items=list(moved))
     num_layouts = session.config.option.layouts
@@ -264,19 +265,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     started: dict[str, list[Beside]] = {}
     for name in waited_for:
         mark, variables = BESIDE[name]
-        shares = _shares(of_mark[mark], MOVED[name]) if name in MOVED else [([str(Path(__file__).parent)], 0)]
+        shares = _shares(of_mark[mark], mark, SHARES[name]) or [([str(Path(__file__).parent)], 0)]
         started[name] = [Beside(files + options, mark, num_moved, **variables) for files, num_moved in shares]
     session.config.stash[STARTED] = started
 
 
-def _shares(items: list[pytest.Item], number: int) -> list[tuple[list[str], int]]:
-    """Files with about as many of the tests each, and how many these are."""
-    tests = Counter(str(item.path) for item in items)
+def _shares(items: list[pytest.Item], mark: str, number: int) -> list[tuple[list[str], int]]:
+    """Files whose tests cost about the same, and how many these are."""
+    tests = Counter(item.path for item in items)
+    costs = {file: cost_of(file, mark, num_tests) for file, num_tests in tests.items()}
     shares: list[tuple[list[str], int]] = [([], 0) for _ in range(number)]
-    for file, num_tests in tests.most_common():
-        smallest = min(range(number), key=lambda share: shares[share][1])
+    sums = [0.0] * number
+    for file in sorted(tests, key=lambda file: -costs[file]):
+        smallest = sums.index(min(sums))
         files, num_before = shares[smallest]
-        shares[smallest] = [*files, file], num_before + num_tests
+        shares[smallest] = [*files, str(file)], num_before + tests[file]
+        sums[smallest] += costs[file]
     return [share for share in shares if share[0]]
 
 
@@ -287,8 +291,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def interpreter(request: pytest.FixtureRequest) -> Beside:
-    return request.config.stash[STARTED]["interpreter"][0]
+def interpreter(request: pytest.FixtureRequest) -> list[Beside]:
+    return request.config.stash[STARTED]["interpreter"]
 
 
 @pytest.fixture(scope="session")
