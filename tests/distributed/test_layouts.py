@@ -1,5 +1,5 @@
-"""Every layout that the rules accept trains as one process does: all pairs of axes, some foldings of 8 ranks, and
-random samples of the space.
+"""Every layout that the rules accept trains as one process does: all pairs of axes, together or (with --all-cases) each
+alone, some foldings of 8 ranks, and random samples of the space.
 
     python -m pytest tests/distributed/test_layouts.py --layouts 200
 
@@ -94,8 +94,33 @@ def smallest_with(first: str, second: str) -> tuple[int, ParallelConfig] | None:
 PAIRS = {f"{first}-{second}": smallest_with(first, second) for first, second in combinations(AXES, 2)}
 
 
+def with_many() -> dict[str, ParallelConfig]:
+    """Layouts of 4 ranks that have all those pairs between them, each the one with most pairs that others lack; by the
+    names of their axes."""
+    found, lacking = {}, set(PAIRS)
+    for pp, dp_replicate, cp, tp, ep, etp in product((1, 2), repeat=6):
+        parallel = ParallelConfig(pp=pp, dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep, etp=etp, dispatcher="alltoall")
+        if (sizes := sizes_of(parallel, 4)) and not check_rules(recipe_of(parallel, MODELS[0], 2), 4):
+            found[tuple(axis for axis in AXES if getattr(sizes, axis) == 2)] = parallel
+    chosen = {}
+    while lacking:
+        pairs = {axes: lacking.intersection(f"{one}-{other}" for one, other in combinations(axes, 2)) for axes in found}
+        most = max(pairs, key=lambda axes: len(pairs[axes]))
+        if not pairs[most]:
+            break
+        chosen["-".join(most)] = found[most]
+        lacking -= pairs[most]
+    return chosen
+
+
+MANY = with_many()
+
+
 def test_every_pair_of_axes_has_a_layout() -> None:
     assert not [pair for pair, layout in PAIRS.items() if layout is None]
+    axes = [name.split("-") for name in MANY]
+    assert {f"{one}-{other}" for names in axes for one, other in combinations(names, 2)} == PAIRS.keys()
+    assert len(MANY) >= len(MODELS)
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +146,39 @@ def describe(num_ranks: int, recipe: Recipe) -> str:
     return f"{num_ranks} ranks: {axes}; {', '.join(options)}; recompute {recipe.memory.recompute}"
 
 
+@pytest.mark.few()
 @pytest.mark.parametrize("pair", [pair for pair, layout in PAIRS.items() if layout is not None])
 def test_two_axes_train_as_one_process(
     ranks: Any, alone: Callable[[str, int, bool, int], Any], takes_all_steps: bool, pair: str
 ) -> None:
     layout = PAIRS[pair]
     assert layout is not None
-    num_ranks, parallel = layout
-    number = list(PAIRS).index(pair)
+    assert_trains_as_one(ranks, alone, *layout, list(PAIRS).index(pair), takes_all_steps)
+
+
+@pytest.mark.parametrize("axes", MANY)
+def test_several_axes_train_as_one_process(
+    ranks: Any, alone: Callable[[str, int, bool, int], Any], takes_all_steps: bool, axes: str
+) -> None:
+    """Every pair of axes is in one of them."""
+    assert_trains_as_one(ranks, alone, 4, MANY[axes], list(MANY).index(axes), takes_all_steps)
+
+
+def assert_trains_as_one(
+    ranks: Any,
+    alone: Callable[[str, int, bool, int], Any],
+    num_ranks: int,
+    parallel: ParallelConfig,
+    number: int,
+    takes_all_steps: bool,
+) -> None:
+    """The number chooses all else."""
     model, num_starved = MODELS[number % len(MODELS)], list(STARVED.values())[number % len(STARVED)]
     kinds = [KINDS[(number + shift) % len(KINDS)] for shift in range(len(KINDS))]
     recipes = [in_two(replace(parallel, cp_kind=kind), model, num_ranks) for kind in kinds]
     recipe = next(recipe for recipe in recipes if not check_rules(recipe, num_ranks))
     if number % 2:
-        recipe = with_parts(recipe, num_ranks, random.Random(f"parts of {pair}"))
+        recipe = with_parts(recipe, num_ranks, random.Random(f"parts of {list(PAIRS)[number]}"))
     num_steps = STEPS if takes_all_steps else SOME if number % 7 == 0 else FEW
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):
         assert len(trace.losses) == num_steps
@@ -143,7 +187,7 @@ def test_two_axes_train_as_one_process(
 
 OVER_8 = ParallelConfig(ep=8, dispatcher="alltoall")
 FOLDINGS = {
-    # name: parallel, model, idle experts: references of test_two_axes_train_as_one_process, too
+    # name: parallel, model, idle experts: references of test_several_axes_train_as_one_process, too
     "tp2-cp2-dp2-ep8": (replace(OVER_8, tp=2, cp=2), "gqa", -1),
     "tp4-dp2-ep4-edp2": (replace(OVER_8, tp=4, ep=4), "gqa-shared", 1),
     "cp8-ep8": (replace(OVER_8, cp=8), "gqa-window", 4),
