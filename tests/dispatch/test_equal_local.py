@@ -154,6 +154,7 @@ def test_local_dispatcher_equals_dense_oracle(routing: str) -> None:
     assert_close(actual, dense_oracle(rank_inputs))
 
 
+@pytest.mark.few("2-allgather", "2-alltoall", "2-hierarchical", "8-allgather", "8-alltoall", "8-hierarchical")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_collective_dispatchers_equal_dense_oracle(ranks, kind: str, num_ranks: int) -> None:
@@ -164,6 +165,9 @@ def test_collective_dispatchers_equal_dense_oracle(ranks, kind: str, num_ranks: 
         assert_close(actual, join(expected, experts_add_up=True))
 
 
+@pytest.mark.few(
+    "2-4-allgather", "2-4-alltoall", "2-4-hierarchical", "4-2-allgather", "4-2-alltoall", "4-2-hierarchical"
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (2, 4), (4, 1), (4, 2)])
 def test_cloning_dispatcher_equals_dense_oracle(ranks, kind: str, num_ranks: int, num_replicas: int) -> None:

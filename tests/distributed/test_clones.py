@@ -254,6 +254,7 @@ def test_auto_counts_what_a_clone_costs(ranks: Any) -> None:
     assert ranks(2, costs_in, run) == [expected] * 2
 
 
+@pytest.mark.few("mixed")
 @pytest.mark.parametrize("precision", [one_loss.FP64, MIXED], ids=["fp64", "mixed"])
 def test_replica_slots_that_are_not_used_change_no_bit(ranks: Any, precision: PrecisionConfig) -> None:
     runs = (in_two(p, precision=precision) for p in (replace(AUTO, expert_clones="off"), AUTO))

@@ -40,6 +40,7 @@ def test_biases_learn(alone: Any) -> None:
     assert all(alone.grads[name].flatten(1).any(1).all() for name in BIASES), "every expert's"
 
 
+@pytest.mark.few("interleaved", "etp2-edp2", "ep2-etp2-clones-recompute_experts")
 @pytest.mark.parametrize(
     ("parallel", "what"),
     [

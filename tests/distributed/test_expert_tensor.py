@@ -73,6 +73,7 @@ def with_biases(parallel: ParallelConfig) -> Recipe:
     return replace(plain, model=replace(plain.model, moe=replace(plain.model.moe, expert_mlp_bias=True)))
 
 
+@pytest.mark.few("fp8_rowwise-16-32", "fp8_blockwise-128-256", "nvfp4-16-32")
 @pytest.mark.parametrize(
     ("name", "hidden_size", "ffn_hidden_size"),
     [("fp8_rowwise", 16, 32), ("fp8_blockwise", 128, 256), ("mxfp8", 32, 64), ("nvfp4", 16, 32)],

@@ -381,6 +381,17 @@ def split_alone(ranks) -> Callable[[str], Trace]:
 OVERLAPPED = replace(TP2, tp_comm_overlap=True)
 
 
+@pytest.mark.few(
+    "tp2-dp2-ep4-2x2-mla-offloaded",
+    "tp2-ep2-interleaved-recompute_attention",
+    "overlapped-tp2-mla-recompute_block",
+    "overlapped-tp2-mla-recompute_parts",
+    "overlapped-tp4-recompute_parts",
+    "overlapped-cp2-tp2-gqa-tied",
+    "tp4-norm-shared",
+    "overlapped-tp2-pp2-gqa",
+    "overlapped-tp2-ep2-interleaved",
+)
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "name", "changes"),
     [
@@ -515,6 +526,7 @@ def test_one_loss_in_graphs(
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
+@pytest.mark.few("alltoall")
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_one_loss_with_skewed_routing(ranks, alone: dict[int, Trace], dispatcher: str) -> None:
     """A rank without tokens, and one of whose two experts one has none. test_layouts.py has a node without tokens."""
@@ -625,6 +637,7 @@ def test_one_loss_with_any_microbatches(ranks, alone: dict[int, Trace]) -> None:
     assert_same(run(ranks, 1, whole_batch, -1, FEW)[0], alone[-1], 1e-9)
 
 
+@pytest.mark.few("2")
 @pytest.mark.parametrize("dp_replicate", [1, 2])
 def test_one_loss_with_unsharded_accumulation(ranks, alone: dict[int, Trace], dp_replicate: int) -> None:
     parallel = ParallelConfig(dp_replicate=dp_replicate, ep=2, dispatcher="alltoall", accumulate_unsharded=True)

@@ -81,7 +81,7 @@ def learn(recipe: Recipe, folder: Path) -> tuple[list[float], dict[str, Tensor]]
     return losses, run.state()
 
 
-@pytest.mark.few("zbv-gqa-tied", "dualpipev-gqa-tied")
+@pytest.mark.few("dualpipev-gqa-tied")
 @pytest.mark.parametrize("model", ["gqa-tied", "gqa"])
 @pytest.mark.parametrize("schedule", pipelines.SCHEDULES)
 def test_a_resumed_pipeline_trains_on_as_the_uninterrupted_one(

@@ -81,6 +81,12 @@ def assert_trains_alike(
         one_loss.assert_same(trace, alone(model, num_steps, recipe.model.num_layers), 1e-9)
 
 
+@pytest.mark.few(
+    "1f1b-cp2-gqa-tied-memory0",
+    "interleaved_1f1b-ep2-gqa-memory1",
+    "zbv-tp2-gqa-tied-memory2",
+    "dualpipev-ep2-gqa-tied-memory4",
+)
 @pytest.mark.parametrize(
     ("schedule", "axis", "model", "memory"),
     [
@@ -99,12 +105,14 @@ def test_every_schedule_trains_as_one_process(
     assert_trains_alike(ranks, alone, recipe_of(parallel, model, memory), model)
 
 
+@pytest.mark.few("interleaved_1f1b", "dualpipev")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_four_ranks_of_a_pipeline_train_as_one_process(ranks: Any, alone: Callable[..., Any], schedule: str) -> None:
     model = "gqa-tied" if schedule == "interleaved_1f1b" else "gqa"  # first and last stage are on other ranks
     assert_trains_alike(ranks, alone, recipe_of(replace(SCHEDULES[schedule], pp=4), model), model)
 
 
+@pytest.mark.few("tied", "tied_v", "tied_tp", "embedding_alone", "empty_stage", "recompute_parts", "four_stages_a_rank")
 @pytest.mark.parametrize(
     ("model", "memory", "changes"),
     [
@@ -190,6 +198,7 @@ def test_pairs_of_microbatches_train_as_one_process(
     assert_trains_alike(ranks, alone, recipe_of(replace(PAIRS, **changes), model), model)
 
 
+@pytest.mark.few("interleaved")
 @pytest.mark.parametrize("changes", [LOOP, LOOPS], ids=["1f1b", "interleaved"])
 def test_pairs_recompute_experts_and_train_as_one_process(
     ranks: Any, alone: Callable[[str, int], Any], changes: dict[str, Any]

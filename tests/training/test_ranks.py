@@ -38,9 +38,7 @@ def test_ranks_of_two_nodes_train_as_one_process(ranks, tiny) -> None:
     assert spread.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5) and len(spread.column("loss")) == 4
 
 
-@pytest.mark.few(
-    "alltoall-one_rank-collapsed1", "allgather-collapsed-collapsed0", "allgather-one_rank_in_one_layer-collapsed2"
-)
+@pytest.mark.few("alltoall-one_rank-collapsed1", "allgather-one_rank_in_one_layer-collapsed2")
 @pytest.mark.parametrize(
     ("load", "collapsed"), [("collapsed", [1, 2, 3]), ("one_rank", [1, 2, 3]), ("one_rank_in_one_layer", [1])]
 )

@@ -116,6 +116,7 @@ def test_a_checkpoint_has_the_validation_loss_of_its_step(straight) -> None:
     assert {step: manifest.validation_loss for step, manifest in manifests.items()} == {15: None} | losses
 
 
+@pytest.mark.few("--parallel.ep=2 --parallel.dispatcher=alltoall")
 @pytest.mark.parametrize("layout", ["--parallel.ep=2 --parallel.dispatcher=alltoall", "--parallel.etp=2"])
 def test_resume_with_two_ranks_and_expert_parallelism(ranks, tmp_path: Path, straight, layout: str) -> None:
     run = straight.copy(tmp_path / "two", last_step=40)

@@ -98,6 +98,7 @@ def watch(recipe: Recipe) -> list[list[bool]]:
     return [["aten::mm" in under for under in journeys] for journeys in seen.in_pairs]
 
 
+@pytest.mark.few("dualpipev-alltoall", "interleaved_1f1b-alltoall", "1f1b-alltoall")
 @pytest.mark.parametrize(
     ("schedule", "dispatcher"),
     [("dualpipev", "alltoall"), ("dualpipev", "allgather"), ("interleaved_1f1b", "alltoall"), ("1f1b", "alltoall")],
@@ -148,6 +149,7 @@ def record_order(recipe: Recipe) -> list[list[str]]:
     return pairs
 
 
+@pytest.mark.few("dualpipev", "1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pairs_take_turns_where_an_exchange_starts(ranks: Any, schedule: str) -> None:
     seen: set[str] = set()
@@ -185,6 +187,7 @@ def record_calls(recipe: Recipe) -> list[tuple[Any, ...]]:
     return seen.calls
 
 
+@pytest.mark.few("dualpipev", "1f1b")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ranks_of_an_ep_group_make_the_same_calls_in_the_same_order(ranks: Any, schedule: str) -> None:
     """Whatever their routing is; else an exchange would wait for ever."""
