@@ -64,7 +64,7 @@ def test_pipelines_share_memory_and_train_as_one_process(
 
 def test_experts_of_one_stage_are_computed_again(ranks: Any, tmp_path: Path) -> None:
     """All of the first stage, which needs no slab then; the second keeps its rows in some."""
-    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 3), -1, 1)[0]
+    alone = ranks(1, one_loss.train, deep(over_memory.in_plain_torch(), 3), -1, 1)[0]
     bounded = replace(PP2_EP2, expert_rank_capacity_factor=4.0)
     candidate = over_memory.with_fused_experts(bounded, memory=MemoryConfig(("experts:1-1",)))
     answers = ranks(4, over_memory.on_files, str(tmp_path), "one_loss", "train", deep(candidate, 3), -1, 1)
@@ -114,13 +114,13 @@ def test_a_stage_without_experts_follows_the_load_of_the_others(ranks: Any, tmp_
     """It has an empty arena and no memory to share, and decides as they do: a step without a bound, then one with rows
     in the arena."""
 
-    def dense_first(parallel: ParallelConfig) -> Recipe:
-        recipe = deep(over_memory.with_fused_experts(parallel), 3, num_microbatches=2)
+    def dense_first(recipe: Recipe) -> Recipe:
+        recipe = deep(recipe, 3, num_microbatches=2)
         return replace(recipe, model=replace(recipe.model, num_dense_layers=2))
 
-    alone = ranks(1, one_loss.train, dense_first(ParallelConfig()), -1, 2)[0]
+    alone = ranks(1, one_loss.train, dense_first(over_memory.in_plain_torch()), -1, 2)[0]
     auto = replace(PP2_EP2, expert_rank_capacity_factor="auto")
-    answers = ranks(4, follow_load, str(tmp_path), dense_first(auto))
+    answers = ranks(4, follow_load, str(tmp_path), dense_first(over_memory.with_fused_experts(auto)))
     for trace in joined([fields for fields, *_ in answers]):
         one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
     assert [num_opened for *_, num_opened, _ in answers] == [0, 0, 1, 1]
@@ -150,7 +150,7 @@ def test_pipelines_have_slabs_in_an_arena_and_train_as_one_process(
     num_delayed: tuple[int, int],
 ) -> None:
     """Four microbatches of two layers with experts on each rank, whose split backwards delay their weight gradients."""
-    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), num_layers), -1, 1)[0]
+    alone = ranks(1, one_loss.train, deep(over_memory.in_plain_torch(), num_layers), -1, 1)[0]
     bounded = replace(PP2_EP2, expert_rank_capacity_factor=4.0, **changes)
     answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(bounded), num_layers))
     for trace in joined([fields for fields, *_ in answers]):
@@ -163,7 +163,7 @@ def test_pipelines_have_slabs_in_an_arena_and_train_as_one_process(
 
 @pytest.mark.few()
 def test_weight_gradients_are_delayed_from_the_first_bounded_step_on(ranks: Any, tmp_path: Path) -> None:
-    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 5, 2), -1, 2)[0]
+    alone = ranks(1, one_loss.train, deep(over_memory.in_plain_torch(), 5, 2), -1, 2)[0]
     auto = replace(PP2_EP2, expert_rank_capacity_factor="auto", **V)
     answers = ranks(4, follow_load, str(tmp_path), deep(over_memory.with_fused_experts(auto), 5, 2))
     for trace in joined([fields for fields, *_ in answers]):
@@ -173,7 +173,7 @@ def test_weight_gradients_are_delayed_from_the_first_bounded_step_on(ranks: Any,
 
 def test_a_step_that_overflows_delayed_slabs_is_taken_again(ranks: Any, tmp_path: Path) -> None:
     """The layers that do not fit lie at the beginning of their slabs."""
-    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 5, 2), -1, 1)[0]
+    alone = ranks(1, one_loss.train, deep(over_memory.in_plain_torch(), 5, 2), -1, 1)[0]
     small = replace(PP2_EP2, expert_rank_capacity_factor=0.5, **{**V, "pp_layout": "Et|tt|t|tL"})
     answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(small), 5, 2))
     for trace in joined([fields for fields, *_ in answers]):

@@ -214,10 +214,15 @@ def with_fused_experts(parallel: ParallelConfig, **others: Any) -> Recipe:
     )
 
 
+def in_plain_torch() -> Recipe:
+    """The same in one process without kernels of ours, which take the interpreter its time."""
+    return replace(with_fused_experts(ParallelConfig()), perf=one_loss.recipe(EP2).perf)
+
+
 @pytest.mark.parametrize("parallel", [EP2, replace(EP2, tp=2, etp=2)], ids=["dp2-ep2", "tp2-dp2-ep2-etp2"])
 def test_symm_mem_tile_overlap_trains_as_one_process(ranks: Any, tmp_path: Path, parallel: ParallelConfig) -> None:
     """The experts' exchanges run again in backward."""
-    alone = one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 1)[0])
+    alone = one_loss.Trace(**ranks(1, one_loss.train, in_plain_torch(), -1, 1)[0])
     num_ranks = parallel.ep * parallel.etp
     candidate = in_one_microbatch(
         with_fused_experts(replace(parallel, overlap="tile"), memory=MemoryConfig("block")),
@@ -234,7 +239,7 @@ def test_symm_mem_arena_follows_the_load_and_trains_as_one_process(
     ranks: Any, tmp_path: Path, parallel: ParallelConfig
 ) -> None:
     """One step without a bound, then one with rows in the arena."""
-    alone = one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 2)[0])
+    alone = one_loss.Trace(**ranks(1, one_loss.train, in_plain_torch(), -1, 2)[0])
     parallel, num_ranks = replace(parallel, expert_rank_capacity_factor="auto"), parallel.ep * parallel.etp
     candidate, of_folder = in_one_microbatch(with_fused_experts(parallel), num_ranks), (str(tmp_path), "following")
     for fields, num_clones, factors, num_arenas in ranks(num_ranks, on_files, *of_folder, "follow_load", candidate, 2):
@@ -248,7 +253,7 @@ def test_symm_mem_arena_overflow_takes_the_step_again(ranks: Any, tmp_path: Path
     def deeper(candidate: Recipe) -> Recipe:
         return replace(candidate, model=replace(one_loss.MODEL, num_layers=one_loss.MODEL.num_dense_layers + 2))
 
-    alone = ranks(1, one_loss.train, deeper(with_fused_experts(ParallelConfig())), -1, 1)[0] | {"grads": {}}
+    alone = ranks(1, one_loss.train, deeper(in_plain_torch()), -1, 1)[0] | {"grads": {}}
     bounded = replace(EP2, overlap="tile", expert_rank_capacity_factor=1.0)
     candidate = deeper(in_one_microbatch(with_fused_experts(bounded), num_ranks=2))
     for fields, reruns in ranks(2, on_files, str(tmp_path), "again", "count_reruns", candidate, 1):
