@@ -134,7 +134,6 @@ KEPT = {
     "model.moe.num_experts": "shape of every mixture",
     "model.moe.top_k": "shape of every mixture",
     "model.moe.ffn_hidden_size": "shape of every mixture",
-    "model.moe.expert_mlp_bias": "gpt-oss",
     "model.moe.swiglu_limit": "gpt-oss",
     "model.moe.swiglu_alpha": "gpt-oss",
     "model.moe.swiglu_up_offset": "gpt-oss",

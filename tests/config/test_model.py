@@ -57,10 +57,19 @@ def test_models_with_the_same_kinds_of_layers_are_equal_with_all_of_them() -> No
     ("overrides", "message"),
     [
         ("--perf.kernels=grouped_mm", ""),
-        ("--perf.kernels=fused", 'perf.kernels = "fused" needs model.moe.expert_mlp_bias = false'),
+        ("--perf.kernels=fused", ""),
         (
             "--perf.kernels=fused --parallel.dispatcher=symm_mem --parallel.overlap=tile",
-            'parallel.overlap = "tile" needs fused experts, which need model.moe.expert_mlp_bias = false',
+            "",
+        ),
+        (
+            "--perf.kernels=fused --precision.experts=fp8_rowwise",
+            'perf.kernels = "fused" needs model.moe.expert_mlp_bias = false with precision.experts = "fp8_rowwise"',
+        ),
+        (
+            "--perf.kernels=grouped_mm --perf.override.experts=fused --precision.experts=fp8_rowwise "
+            "--parallel.dispatcher=symm_mem --parallel.overlap=tile",
+            'parallel.overlap = "tile" needs fused experts, which need model.moe.expert_mlp_bias = false with',
         ),
         ("--model.moe.ffn_hidden_size=63 --perf.kernels=reference", "does not divide model.moe.ffn_hidden_size = 63"),
     ],

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_moe.config.gemms import expert_formats, gemm_modules, why_kept
+from titan_moe.config.gemms import expert_formats, gemm_modules, unmet_needs_of_fused, why_kept
 from titan_moe.config.recipe import Recipe
 
 
@@ -36,5 +36,5 @@ def _can_have_arena(recipe: Recipe, experts: str) -> bool:
 def experts_of(recipe: Recipe) -> str:
     """The implementation of the experts, before the machine is known: "fused" where `auto` may choose it."""
     is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
-    may_be_fused = is_left_to_auto and not recipe.model.moe.unmet_needs_of_fused
+    may_be_fused = is_left_to_auto and not unmet_needs_of_fused(recipe)
     return "fused" if may_be_fused else recipe.perf.chosen_kernels.experts

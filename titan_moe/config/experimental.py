@@ -51,6 +51,14 @@ EXPERIMENTAL = (
     ),
     Experimental("model.attention.sinks", True, _ON_CPUS_ALONE),
     Experimental("model.moe.router_bias", True, _ON_CPUS_ALONE),
+    Experimental(
+        "model.moe.expert_mlp_bias",
+        True,
+        "in fused experts never run on GPUs",
+        lambda recipe: (
+            recipe.run.device != "cpu" and "grouped_mm" not in (recipe.perf.kernels, recipe.perf.override.experts)
+        ),
+    ),
     Experimental("precision.master", "fp32_split", _ON_CPUS_ALONE),
     Experimental("memory.park", "moments", _ON_CPUS_ALONE),
     Experimental("memory.park", "states", _ON_CPUS_ALONE),

@@ -114,7 +114,16 @@ def count_native_experts(recipe: Recipe) -> int:
 
 def count_packed_experts(recipe: Recipe) -> int:
     """Count those whose rows and hidden states are kept as packed codes: all that fused experts can compute."""
-    return 0 if recipe.model.moe.unmet_needs_of_fused else count_native_experts(recipe)
+    return 0 if unmet_needs_of_fused(recipe) else count_native_experts(recipe)
+
+
+def unmet_needs_of_fused(recipe: Recipe) -> list[str]:
+    """Settings that fused experts need and that these are not. Those in formats add no biases."""
+    moe = recipe.model.moe
+    if not moe.expert_mlp_bias or not has_native_experts(recipe):
+        return moe.unmet_needs_of_fused
+    chosen = recipe.precision.format_of("experts")
+    return [*moe.unmet_needs_of_fused, f'model.moe.expert_mlp_bias = false with precision.experts = "{chosen}"']
 
 
 def matches(patterns: tuple[str, ...], name: str) -> str:

@@ -239,13 +239,9 @@ class MoEConfig:
 
     @property
     def unmet_needs_of_fused(self) -> list[str]:
-        """Settings that fused experts need and that these are not: rows are gathered inside a GEMM, where no score is
-        applied, and no GEMM adds a bias."""
-        needs = {
-            'model.moe.score_on = "activation"': self.score_on == "activation",
-            "model.moe.expert_mlp_bias = false": not self.expert_mlp_bias,
-        }
-        return [need for need, is_met in needs.items() if not is_met]
+        """Settings that fused experts need in any format and that these are not: rows are gathered inside a GEMM, where
+        no score is applied."""
+        return [] if self.score_on == "activation" else ['model.moe.score_on = "activation"']
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import cache, partial
 from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
-from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp, with_activation
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, biased_expert_mlp, fused_expert_mlp, with_activation
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, GroupedGemm, QueuedGroupedMM
 from titan_moe.kernels.experts.swiglu_down import (
     SwiGLUDown,
@@ -57,15 +57,13 @@ def choose_expert_mlp(
     """The MLP for the recipe's choice of expert kernels, and what `[model.moe]` says of experts.
 
     Raises: ValueError for `fused` with scores on the input, because it gathers rows inside a GEMM, where no score is
-        applied; or with biases, which its GEMMs do not add.
+        applied.
     """
     if choice != "fused":
         return _composite(choice, score_on == "input", activation)
     if score_on == "input":
         raise ValueError('perf.kernels = "fused" needs model.moe.score_on = "activation"; or take "grouped_mm"')
-    if has_bias:
-        raise ValueError('perf.kernels = "fused" needs model.moe.expert_mlp_bias = false; or take "grouped_mm"')
-    return with_activation(fused_expert_mlp, activation)
+    return with_activation(biased_expert_mlp if has_bias else fused_expert_mlp, activation)
 
 
 @cache

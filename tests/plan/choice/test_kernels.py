@@ -63,7 +63,8 @@ def test_auto_is_grouped_mm_elsewhere(capability: Capability | None) -> None:
         ("--precision.compute=fp32 --run.device=auto", DEFAULT_KERNELS),
         (f"--run.device=cpu --perf.attention=auto {LAUNCHED}", DEFAULT_KERNELS),
         ("--model.moe.score_on=input", replace(FUSED, experts="grouped_mm")),
-        ("--model.moe.expert_mlp_bias=true", replace(FUSED, experts="grouped_mm")),
+        ("--model.moe.expert_mlp_bias=true", FUSED),
+        ("--model.moe.expert_mlp_bias=true --precision.experts=fp8_rowwise", replace(FUSED, experts="grouped_mm")),
         ("--precision.experts=nvfp4 --precision.backend=emulated", replace(FUSED, experts="grouped_mm")),
         ("--model.head_bias=true", replace(FUSED, head="torch")),
         (

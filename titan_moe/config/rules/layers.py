@@ -45,8 +45,8 @@ def moe_layers_have_experts(layers: Layers, world_size: int) -> Iterator[str]:
 
 
 @rule(
-    "rows are gathered inside a GEMM, where no score is applied, and no GEMM adds a bias",
-    "kernels.experts model.moe.score_on expert_mlp_bias",
+    "rows are gathered inside a GEMM, where no score is applied",
+    "kernels.experts model.moe.score_on",
 )
 def fused_experts_have_their_needs(layers: Layers, world_size: int) -> Iterator[str]:
     for need in layers.model.moe.unmet_needs_of_fused if layers.kernels.experts == "fused" else ():

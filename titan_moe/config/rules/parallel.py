@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from titan_moe.config.gemms import unmet_needs_of_fused
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node, ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe, expert_hidden_size
@@ -96,7 +97,7 @@ dispatcher_supports_overlap = row(
 
 @rule(
     "the thread blocks that move rows belong to our own GEMMs",
-    "parallel.overlap perf.kernels perf.override.experts model.moe.score_on expert_mlp_bias",
+    "parallel.overlap perf.kernels perf.override.experts model.moe.score_on expert_mlp_bias precision.experts format",
 )
 def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
@@ -107,7 +108,7 @@ def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterato
     if recipe.perf.chosen_kernels.experts != "fused" and not is_left_to_auto:
         key, experts = key_of_kernel(recipe, "experts"), recipe.perf.chosen_kernels.experts
         yield f'{setting} moves rows in the GEMMs of fused experts, but {key} chooses "{experts}" for experts'
-    for need in recipe.model.moe.unmet_needs_of_fused:
+    for need in unmet_needs_of_fused(recipe):
         yield f"{setting} needs fused experts, which need {need}"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from titan_moe.config.forced_loads import FORCED_LOADS
+from titan_moe.config.gemms import unmet_needs_of_fused
 from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.precision import BYTES_OF_DTYPE
@@ -31,9 +32,9 @@ def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them, "
-    "no loss in Triton adds a bias, and its router knows no sparsemixer",
+    "no loss in Triton and no expert in fp8 adds a bias, and its router knows no sparsemixer",
     "perf.kernels perf.override.experts permute router rotary head gradients precision.compute master gradients "
-    "run.device "
+    "run.device precision.experts format "
     "model.moe.score_on expert_mlp_bias score_fn model.head_bias",
 )
 def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -53,7 +54,7 @@ def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
     if kernels.experts == "fused" and recipe.model.num_moe_layers > 0:
         key = key_of_kernel(recipe, "experts")
-        for need in recipe.model.moe.unmet_needs_of_fused:
+        for need in unmet_needs_of_fused(recipe):
             yield f'{key} = "fused" needs {need}'
     for name, need in recipe.model.unmet_needs_of_triton.items():
         if getattr(kernels, name) == "triton":

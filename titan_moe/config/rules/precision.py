@@ -12,6 +12,7 @@ from titan_moe.config.gemms import (
     gemm_modules,
     has_native_experts,
     multiple_of,
+    unmet_needs_of_fused,
     why_kept,
 )
 from titan_moe.config.precision import PARTS, PrecisionConfig
@@ -107,7 +108,7 @@ def native_experts_are_triton(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if not has_native_experts(recipe):
         return
-    setting, needs = f'precision.experts = "{p.format_of("experts")}"', recipe.model.moe.unmet_needs_of_fused
+    setting, needs = f'precision.experts = "{p.format_of("experts")}"', unmet_needs_of_fused(recipe)
     if (experts := experts_of(recipe)) != "fused" and (experts == "reference" or not needs):
         yield f'{setting} has no native kernels with "{experts}" experts'
     if p.dgrad == "compute":

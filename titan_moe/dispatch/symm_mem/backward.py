@@ -102,8 +102,8 @@ def _sum_gradients(peers: Peers) -> tuple[Tensor, Tensor]:
 def backward(
     dy_TD: Tensor, x_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, format: str, sizes: Sequence[int], is_trained: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of rows, scores, and joined weights (none unless `is_trained`)."""
     run = Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, format, sizes, dy_TD)
     passes, peers, work, rows = run
     arena, keeps = peers.sizes.kept_in(), peers.sizes.keeps
@@ -118,19 +118,18 @@ def backward(
     dy_SW, gradients = run.put_gradients(dy_TD)
     x_SW, base, hidden = rows.x_SW, rows.base, rows.hidden if peers.format.dw_reads_hidden else None
     del run, rows  # and with them hidden states that were made again
+    grads: Tensors = []
     if is_trained:
         grads = peers.format.dw(dy_SW, x_SW, work.slots, work.tiles, gradients, hidden, base)
-    else:
-        grads = dy_SW.new_empty(0), dy_SW.new_empty(0)
-    return *_sum_gradients(peers), *grads
+    return [*_sum_gradients(peers), *grads]
 
 
 @backward.register_fake
-def _(dy_TD: Tensor, x_TD: Any, plan: Tensors, weights: Tensors, kept: Tensors, *rest: Any) -> tuple[Tensor, ...]:
-    (*_, scores_R, _), (*_, sizes, is_trained) = kept, rest
-    num_local_experts = Sizes(*sizes).num_local_experts
-    grads = (w.new_empty((num_local_experts, *w.shape[1:]) if is_trained else 0) for w in weights[:2])
-    return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(plan[0].shape), *grads
+def _(dy_TD: Tensor, x_TD: Any, plan: Tensors, weights: Tensors, kept: Tensors, *rest: Any) -> list[Tensor]:
+    (*_, scores_R, _), (*_, format, sizes, is_trained) = kept, rest
+    shape = [Sizes(*sizes).num_local_experts, *weights[0].shape[1:]]
+    grads = FORMATS[format].new_weight_grads(dy_TD, shape) if is_trained else []
+    return [dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(plan[0].shape), *grads]
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_dx", mutates_args=())
@@ -177,9 +176,9 @@ def backward_weight(
     num_ranks: int,
     format: str,
     sizes: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Gradients of gate_up, which has this shape, and down, from what `forward` and `backward_input` have kept. Nothing
-    is exchanged."""
+) -> list[Tensor]:
+    """Gradients of gate_up, which has this shape, down and biases, from what `forward` and `backward_input` have kept.
+    Nothing is exchanged."""
     of = Sizes(*sizes)
     x_SW, hidden, base, *of_slots = kept
     slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
@@ -192,13 +191,12 @@ def backward_weight(
     tiles = None
     if FORMATS[format].rounds_weight_grads:  # by tile: those of the backward
         tiles = plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS, rank, num_ranks, of.usual_slots)
-    return FORMATS[format].delayed_dw(dy_SW, x_SW, slots, tiles, dactive, hidden, *bases)
+    return list(FORMATS[format].delayed_dw(dy_SW, x_SW, slots, tiles, dactive, hidden, *bases))
 
 
 @backward_weight.register_fake
-def _(kept: Tensors, delayed: Tensors, shape: Sequence[int], *rest: Any) -> tuple[Tensor, Tensor]:
-    (num_experts, _, hidden, width), dactive = shape, delayed[1]
-    return dactive.new_empty(shape), dactive.new_empty(num_experts, width, hidden)
+def _(kept: Tensors, delayed: Tensors, shape: Sequence[int], *rest: Any) -> list[Tensor]:
+    return FORMATS[rest[-2]].new_weight_grads(delayed[1], shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

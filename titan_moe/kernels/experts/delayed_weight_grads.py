@@ -11,6 +11,7 @@ soon (tools/results). PyTorch's kernels, used for wide experts, have one thread 
 ends, and may hide nothing.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from titan_moe.kernels.delayed_weight_grads import DelayedWeightGrads
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp, with_activation
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, fused_expert_mlp
+from titan_moe.kernels.experts.plain import PLAIN, PlainFormat
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
 
@@ -59,11 +61,14 @@ class DelayedWeights(NamedTuple):
 
 def can_delay(mlp: ExpertMLP) -> bool:
     """Whether an MLP has weight gradients of its own to delay."""
-    return isinstance(mlp, FusedMLP) and mlp == with_activation(fused_expert_mlp, mlp.format.activation)
+    if not isinstance(mlp, FusedMLP) or not isinstance(mlp.format, PlainFormat):
+        return False
+    return replace(mlp, format=PLAIN) == fused_expert_mlp
 
 
 def delay_weight_grads(weights: ExpertWeights, mlp: ExpertMLP = fused_expert_mlp) -> DelayedWeights:
     """Delay the gradients of these weights of an MLP that can, which must not include clones."""
     assert isinstance(mlp, FusedMLP)
     grads = DelayedWeightGrads()
-    return DelayedWeights(ExpertWeights.of(_Delayed.apply(grads, *mlp.format.operands(weights))), grads, mlp)
+    tensors = _Delayed.apply(grads, *mlp.format.operands(weights))
+    return DelayedWeights(weights.with_tensors(tensors), grads, mlp)

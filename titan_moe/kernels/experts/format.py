@@ -16,6 +16,7 @@ pre-activations, and does not read them. A new format is one file, and a row of 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles
-from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
+from titan_moe.kernels.experts.weights import BIASES, MATRICES, ExpertWeights, Tensors
 
 Direction = Literal["forward", "backward"]
 
@@ -76,12 +77,19 @@ class ExpertFormat(ABC):
     """The GEMMs that are rounded."""
     activation: SwiGLU = field(default=PLAIN_SWIGLU, kw_only=True)
     """What is between the projections: the kernels that round it compute it, too."""
+    has_bias: bool = field(default=False, kw_only=True)
+    """Whether experts have biases."""
 
     @property
     def name(self) -> str:
         """As operations take it."""
         numbers = () if self.activation == PLAIN_SWIGLU else self.activation
-        return " ".join([str(self.gemms), *map(repr, numbers)])
+        return " ".join([str(self.gemms), *["biased"] * self.has_bias, *map(repr, numbers)])
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the experts' parameters."""
+        return MATRICES + BIASES if self.has_bias else MATRICES
 
     @property
     def is_rounded(self) -> bool:
@@ -119,6 +127,18 @@ class ExpertFormat(ABC):
     def new_gradients(self, like: Tensor, num_slots: int, hidden: int) -> list[Tensor]:
         """Memory for what `d_down` leaves."""
 
+    def new_weight_grads(self, like: Tensor, shape: Sequence[int]) -> list[Tensor]:
+        """Memory for gradients of `parameters`, gate_up of this shape."""
+        experts, _, hidden, width = shape
+        shapes = {
+            "gate_up": shape,
+            "down": (experts, width, hidden),
+            "gate_up_bias": shape[:3],
+            "down_bias": (experts, width),
+        }
+        dtype = self.result_dtype(like.dtype)
+        return [like.new_empty([*shapes[name]], dtype=dtype) for name in self.parameters]
+
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of results and gradients of inputs in `dtype`."""
         return dtype
@@ -130,7 +150,7 @@ class ExpertFormat(ABC):
 
     @abstractmethod
     def operands(self, weights: ExpertWeights) -> list[Tensor]:
-        """What operations take of weights, gate_up and down first.
+        """What operations take of weights, own `parameters` first.
 
         Raises: ValueError for experts that the format does not take.
         """
@@ -153,8 +173,8 @@ class ExpertFormat(ABC):
         gradients: Tensors,
         hidden: Tensor | None,
         base: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of gate_up and down, in one piece each; `gradients` are what `d_down` leaves."""
+    ) -> Tensors:
+        """Gradients of `parameters`, in one piece each; `gradients` are what `d_down` leaves."""
 
     @abstractmethod
     def delayed_dw(
@@ -167,5 +187,5 @@ class ExpertFormat(ABC):
         hidden: Tensor,
         base: Tensor | None,
         delayed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensors:
         """The same from what `d_down` wrote into `dactive` and what it read."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from titan_moe.config.swiglu import SwiGLU
 from titan_moe.kernels.experts.format import ExpertFormat
 from titan_moe.kernels.experts.fp8 import format as fp8
-from titan_moe.kernels.experts.plain import PLAIN
+from titan_moe.kernels.experts.plain import BIASED, PLAIN
 
 
 class _Formats(dict[str, ExpertFormat]):
@@ -19,7 +19,7 @@ class _Formats(dict[str, ExpertFormat]):
         return self[name]
 
 
-FORMATS = _Formats({format.name: format for format in (PLAIN, *fp8.FORMATS)})
+FORMATS = _Formats({format.name: format for format in (PLAIN, BIASED, *fp8.FORMATS)})
 """By the name that operations take."""
 COMPUTE = PLAIN.name
 """Rows in the dtype of compute."""

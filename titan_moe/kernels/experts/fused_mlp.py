@@ -32,7 +32,7 @@ from titan_moe.kernels.experts.formats import FORMATS
 from titan_moe.kernels.experts.fp8.format import FORMATS as FP8_FORMATS
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
 from titan_moe.kernels.experts.passes import flops_of_a_pass
-from titan_moe.kernels.experts.plain import PLAIN
+from titan_moe.kernels.experts.plain import BIASED, PLAIN
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
@@ -114,19 +114,16 @@ def _(dy_SD: Tensor, x: Any, slots: Tensors, weights: Tensors, hidden: Any, form
 @torch.library.custom_op("titan_moe::expert_mlp_dw", mutates_args=())
 def _dw(
     dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, hidden: Tensor | None, shape: Sequence[int], format: str
-) -> tuple[Tensor, Tensor]:
-    """Gradients of gate_up, of this shape, and down. An operation of its own, so that a schedule may run it later."""
+) -> list[Tensor]:
+    """Gradients of gate_up, of this shape, down and biases. An operation of its own, so that a schedule may run it
+    later."""
     of, at = FORMATS[format], ExpertSlots(*slots)
-    return of.dw(dy, x, at, _tiles(at) if of.rounds_weight_grads else None, gradients, hidden)
+    return list(of.dw(dy, x, at, _tiles(at) if of.rounds_weight_grads else None, gradients, hidden))
 
 
 @_dw.register_fake
-def _(
-    dy: Any, x: Tensor, slots: Any, gradients: Any, hidden: Any, shape: Sequence[int], format: str
-) -> tuple[Tensor, ...]:
-    num_experts, _, features, width = shape
-    dtype = FORMATS[format].result_dtype(x.dtype)
-    return x.new_empty(shape, dtype=dtype), x.new_empty(num_experts, width, features, dtype=dtype)
+def _(dy: Any, x: Tensor, slots: Any, gradients: Any, hidden: Any, shape: Sequence[int], format: str) -> list[Tensor]:
+    return FORMATS[format].new_weight_grads(x, shape)
 
 
 class _FusedMLP(torch.autograd.Function):
@@ -174,7 +171,8 @@ class FusedMLP:
         """-> y_SD. `delay`, if given, takes over the computation of the weight gradients in backward, whose results are
         None; weights have no clones then.
 
-        Raises: ValueError for experts that the format does not take: with biases, in fp8 also with clones.
+        Raises: ValueError for experts that the format does not take: with biases or without, in fp8 also with codes and
+            clones.
         """
         if delay is None:
             weights, delay = self.delay(weights)
@@ -195,7 +193,7 @@ class FusedMLP:
         return self
 
 
-fused_expert_mlp = FusedMLP(PLAIN)
+fused_expert_mlp, biased_expert_mlp = FusedMLP(PLAIN), FusedMLP(BIASED)
 FUSED_MLPS = {format.gemms: FusedMLP(format) for format in FP8_FORMATS} | {PLAIN.gemms: fused_expert_mlp}
 """By the formats of their GEMMs."""
 

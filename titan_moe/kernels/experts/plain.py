@@ -13,7 +13,7 @@ from titan_moe.kernels.experts import passes
 from titan_moe.kernels.experts.format import Direction, ExpertFormat, Work
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights, Tensors
+from titan_moe.kernels.experts.weights import ExpertParameter, ExpertWeights, Tensors
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PlainPasses:
         return passes.up(x_SW, *of_work, hidden, base, self.activation)[1]
 
     def down(self, active: Tensor, work: Work, *, in_triton: bool = False) -> Tensor:
-        return passes.down(active, work.slots, self.weights, _gemm(work, in_triton))
+        return passes.down(active, work.slots, self.weights, _gemm(work, in_triton, self.weights.down_bias))
 
     def d_down(
         self,
@@ -49,10 +49,11 @@ class PlainPasses:
         return passes.d_up(gradients[0], work.slots, self.weights, _gemm(work, in_triton))
 
 
-def _gemm(work: Work, in_triton: bool) -> passes.SlotGemm:
-    if work.schedule is None and not in_triton:
+def _gemm(work: Work, in_triton: bool, bias: ExpertParameter | None = None) -> passes.SlotGemm:
+    if work.schedule is None and not in_triton and bias is None:
         return F.grouped_mm
-    return lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, work.tiles, schedule=work.schedule)
+    weighted = None if bias is None else (work.slots.scores_R, bias.join())
+    return lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, work.tiles, schedule=work.schedule, bias=weighted)
 
 
 @dataclass(frozen=True)
@@ -75,32 +76,35 @@ class PlainFormat(ExpertFormat):
         return [like.new_empty(num_slots, 2 * hidden), like.new_empty(num_slots, hidden)]
 
     def operands(self, weights: ExpertWeights) -> list[Tensor]:
-        if weights.names() != MATRICES:
+        if weights.names() != self.parameters:
             raise ValueError(
-                f'fused experts have no parameters but {MATRICES}, not {weights.names()}; take "grouped_mm"'
+                f'these fused experts have the parameters {self.parameters}, not {weights.names()}; take "grouped_mm", '
+                f"or has_bias = {not self.has_bias} in choose_expert_mlp"
             )
-        own, clones = weights.tensors()[:2], weights.tensors()[2:]  # which are joined anyway
+        number = len(self.parameters)
+        own, clones = weights.tensors()[:number], weights.tensors()[number:]  # which are joined anyway
         return [*(weight.contiguous() for weight in own), *clones]
 
     def split(self, weights: Tensors, joined: Tensors) -> list[Tensor | None]:
-        return list(ExpertWeights.of(weights).split(joined))
+        return list(ExpertWeights.of(weights, self.parameters).split(joined))
 
     def passes(self, weights: Tensors, direction: Direction | None = None) -> PlainPasses:
-        of_all = ExpertWeights.of(weights)
+        of_all = ExpertWeights.of(weights, self.parameters)
         return PlainPasses(of_all if direction else of_all.join(), self.activation)
 
     def dw(
         self, dy_SW: Tensor, x_SW: Tensor, slots: ExpertSlots, tiles: Any, gradients: Tensors, hidden: Any,
         base: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensors:  # fmt: skip
         dhidden_R2F, active_RF = gradients
-        return passes.dw(dy_SW, x_SW, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF, base)
+        return passes.dw(dy_SW, x_SW, slots, dhidden_R2F, active_RF, base, has_bias=self.has_bias)
 
     def delayed_dw(
         self, dy_SW: Tensor, x_SW: Tensor, slots: ExpertSlots, tiles: Any, dactive: Tensor, hidden: Tensor,
         base: Tensor | None, delayed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return passes.delayed_dw(dy_SW, x_SW, slots, dactive, hidden, base, delayed, self.activation)
+    ) -> Tensors:  # fmt: skip
+        of_layers = dy_SW, x_SW, slots, dactive, hidden, base, delayed
+        return passes.delayed_dw(*of_layers, self.activation, has_bias=self.has_bias)
 
 
-PLAIN = PlainFormat(GemmFormats())
+PLAIN, BIASED = PlainFormat(GemmFormats()), PlainFormat(GemmFormats(), has_bias=True)

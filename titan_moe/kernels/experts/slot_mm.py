@@ -23,7 +23,8 @@ PUT_BLOCKS = CopyBlocks(36, 8192)
 def _slot_mm_kernel(
     x_desc, weight_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
     put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles, num_tiles_ptr,
-    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr,
+    I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, COPY_BLOCKS: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
@@ -52,7 +53,8 @@ def _slot_mm_kernel(
         if expert >= 0:
             _slot_mm_any_tile(
                 tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-                row_scales_ptr, scales_ptr, I, O, SCALED, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+                row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, I, O, SCALED, IS_TRANSPOSED,
+                BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
         if COPY_BLOCKS:
             signal(done_ptr + tile // GROUP)
@@ -61,7 +63,8 @@ def _slot_mm_kernel(
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _slot_mm_any_tile(
                 tile, column, tl.load(experts_ptr + tile), x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-                row_scales_ptr, scales_ptr, I, O, SCALED, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+                row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, I, O, SCALED, IS_TRANSPOSED,
+                BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
             if COPY_BLOCKS:
                 signal(done_ptr + tile // GROUP)
@@ -70,7 +73,8 @@ def _slot_mm_kernel(
 @triton.jit
 def _slot_mm_any_tile(
     tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr,
+    I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     if SCALED:
@@ -81,14 +85,14 @@ def _slot_mm_any_tile(
     else:
         _slot_mm_tile(
             tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-            row_scales_ptr, scales_ptr, I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+            row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
         )  # fmt: skip
 
 
 @triton.jit
 def _slot_mm_tile(
     tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
@@ -107,6 +111,10 @@ def _slot_mm_tile(
         row_scale = tl.load(row_scales_ptr + slots, mask=is_slot, other=0.0)
         column_scale = tl.load(scales_ptr + expert * O + columns, mask=columns < O, other=0.0)
         total = total * row_scale[:, None] * column_scale[None, :]
+    if bias_ptr is not None:
+        score = tl.load(scores_ptr + slots, mask=is_slot, other=0.0)
+        bias = tl.load(bias_ptr + expert * O + columns, mask=columns < O, other=0.0).to(tl.float32)
+        total += score[:, None] * bias[None, :]
     out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
     keep = is_slot[:, None] & (columns < O)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
@@ -152,6 +160,7 @@ def slot_mm(
     cut: GemmTiles = MEASURED,
     scales: tuple[Tensor, Tensor] | None = None,
     columns: int = 0,
+    bias: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
@@ -163,6 +172,8 @@ def slot_mm(
         scales: fp32, scales of slots [R] and of weights [e, O] in fp8. The weight is then the transpose of what is
             contiguous.
         columns: as in gather_mm.py; scales of slots are then [R, I / columns].
+        bias: scores of slots [R], fp32, and biases [e, O]: each slot gets its expert's times its score, before it is
+            rounded; not with `columns`.
         dtype: of the result, if it is not that of x_RI.
     """
     check_cut(cut, columns)
@@ -185,6 +196,7 @@ def slot_mm(
         sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width, x_RI.device)}
     _slot_mm_kernel[(tiles.usual * num_columns + sizes["COPY_BLOCKS"],)](
         rows, weights, out_RO, *tiles[:3], *copies, num_tiles, tiles.looped(), *(scales or (None, None)),
+        *(bias or (None, None)),
         I=width, O=out_width, SCALED=columns, IS_TRANSPOSED=is_transposed,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_I=cut.inner, GROUP=cut.group,
         IS_INTERPRETED=knobs.runtime.interpret, **sizes, num_warps=cut.num_warps, num_stages=cut.num_stages,

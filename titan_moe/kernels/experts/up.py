@@ -29,7 +29,7 @@ GET_BLOCKS = CopyBlocks(36, 16_384)
 
 @triton.jit
 def _expert_up_kernel(
-    x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
+    x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
     get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, base_ptr, num_tiles_ptr,
     F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
@@ -55,8 +55,8 @@ def _expert_up_kernel(
         if expert < 0:
             return
         _expert_up_tile(
-            tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, begins_ptr,
-            ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED, BLOCK_R, BLOCK_F, BLOCK_D,
+            tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr, hidden_ptr, active_ptr,
+            begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED, BLOCK_R, BLOCK_F, BLOCK_D,
             COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET,
         )  # fmt: skip
     else:
@@ -64,16 +64,16 @@ def _expert_up_kernel(
         for position in tl.range(program, num_tiles * num_columns, num_programs, num_stages=1):
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _expert_up_tile(
-                tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr,
-                active_ptr, begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED,
+                tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr,
+                hidden_ptr, active_ptr, begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED,
                 BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET,
             )  # fmt: skip
 
 
 @triton.jit
 def _expert_up_tile(
-    tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, begins_ptr, ends_ptr,
-    required_rows_ptr, arrived_ptr, F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr, hidden_ptr, active_ptr, begins_ptr,
+    ends_ptr, required_rows_ptr, arrived_ptr, F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
@@ -96,6 +96,10 @@ def _expert_up_tile(
         weight = weight_desc.load([expert * 2, column * BLOCK_F, k]).reshape(2 * BLOCK_F, BLOCK_D)
         both = tl.dot(x, weight.T, both, input_precision="ieee")
     gate, up = tl.split(both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1))
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert * (2 * F) + features
+        gate += tl.load(bias_ptrs, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptrs + F, mask=is_feature, other=0.0).to(tl.float32)[None, :]
     # the activation is made of the rounded pre-activation, as backward will see it
     gate = gate.to(hidden_ptr.dtype.element_ty)
     up = up.to(hidden_ptr.dtype.element_ty)
@@ -147,6 +151,7 @@ def expert_up(
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = GET_BLOCKS,
     *,
+    bias: Tensor | None = None,
     hidden: Tensor | None = None,
     base: Tensor | None = None,
     activation: SwiGLU = PLAIN_SWIGLU,
@@ -156,6 +161,7 @@ def expert_up(
     With `schedule`, copy blocks of the launch get rows into x.
 
     Args:
+        bias: [e, 2, F], added to the pre-activation.
         hidden: where the pre-activation is written, a new tensor if None.
         base: int64 [2] on the device. x_SD and `hidden` are those of several layers; this layer's begin at row base[0]
             and at slot base[1]. Indices count from there.
@@ -172,7 +178,7 @@ def expert_up(
     weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.outputs, cut.inner])
     copies, sizes = get_arguments(schedule, copy_blocks, width)
     _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(num_features, cut.outputs),)](
-        x_SD, rows_R, scores_R, weights, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(),
+        x_SD, rows_R, scores_R, weights, bias, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(),
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.outputs, BLOCK_D=cut.inner, GROUP=cut.group,
         LIMIT=activation.limit, ALPHA=activation.alpha, UP_OFFSET=activation.up_offset,

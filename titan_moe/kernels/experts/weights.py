@@ -19,6 +19,8 @@ Tensors = Sequence[Tensor]
 """A named tuple's, as operations take them."""
 MATRICES = ("gate_up", "down")
 """The parameters of experts without biases."""
+BIASES = ("gate_up_bias", "down_bias")
+"""Those that experts may have beside them."""
 
 
 class ExpertParameter(NamedTuple):

@@ -247,7 +247,8 @@ def _plain_dw(
     x_SD = unpack_rows(x, RESULTS, columns=columns, base=bases[0], num_rows=num_rows)
     of_dy = None if delayed is None else delayed[:1]
     dy_SD = unpack_rows(dy, RESULTS, columns=columns, base=of_dy, num_rows=num_rows)
-    return passes.dw(dy_SD, x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF)
+    dgate_up, ddown_eDF = passes.dw(dy_SD, x_SD, slots, dhidden_R2F, active_RF)
+    return dgate_up, ddown_eDF
 
 
 def dw(
