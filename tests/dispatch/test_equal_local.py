@@ -66,9 +66,10 @@ def inputs(routing: str, num_ranks: int, tokens_by_rank: list[int]) -> list[tupl
     return drawn
 
 
-def experts(first: int, last: int) -> GroupedExperts:
+def experts(first: int, last: int, *, has_bias: bool = False) -> GroupedExperts:
     generator = torch.Generator().manual_seed(3)
-    module = GroupedExperts(NUM_EXPERTS, WIDTH, HIDDEN, choose_expert_mlp("reference", "activation")).double()
+    mlp = choose_expert_mlp("reference", "activation")
+    module = GroupedExperts(NUM_EXPERTS, WIDTH, HIDDEN, mlp, has_bias=has_bias).double()
     for parameter in module.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)[first:last].clone()
     return module
@@ -81,21 +82,24 @@ def serve(dispatcher: TokenDispatcher, module: GroupedExperts, rank_inputs: tupl
     routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
     y_TD = dispatcher.combine(module(routed), routed)
     y_TD.backward(grad_TD)
-    return [y_TD.detach(), x_TD.grad, scores_TK.grad, module.gate_up.grad, module.down.grad]
+    return [y_TD.detach(), x_TD.grad, scores_TK.grad, *(parameter.grad for parameter in module.parameters())]
 
 
-def dense_oracle(rank_inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def dense_oracle(rank_inputs: tuple[Tensor, ...], *, has_bias: bool = False) -> list[Tensor]:
     """Every token through every expert in plain torch, without dispatchers and kernels."""
     x_TD, ids_TK, scores_TK, grad_TD = rank_inputs
-    module = experts(0, NUM_EXPERTS)
+    module = experts(0, NUM_EXPERTS, has_bias=has_bias)
     x_TD, scores_TK = x_TD.clone().requires_grad_(), scores_TK.clone().requires_grad_()
     y_TD = torch.zeros_like(x_TD)
     for expert in range(NUM_EXPERTS):
         gate, up = (x_TD @ w_FD.T for w_FD in module.gate_up[expert])
         weight_T1 = (scores_TK * (ids_TK == expert)).sum(1, keepdim=True)
+        if has_bias:
+            gate, up = gate + module.gate_up_bias[expert, 0], up + module.gate_up_bias[expert, 1]
+            y_TD = y_TD + weight_T1 * module.down_bias[expert]
         y_TD = y_TD + weight_T1 * ((torch.nn.functional.silu(gate) * up) @ module.down[expert].T)
     y_TD.backward(grad_TD)
-    return [y_TD.detach(), x_TD.grad, scores_TK.grad, module.gate_up.grad, module.down.grad]
+    return [y_TD.detach(), x_TD.grad, scores_TK.grad, *(parameter.grad for parameter in module.parameters())]
 
 
 def run_rank(kind: str, routing: str, tokens_by_rank: list[int]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.clones.plan import launch_plan
+from titan_moe.kernels.experts.bias_grads import add_bias_scores, expert_sums
 from titan_moe.kernels.experts.fp8 import swiglu as fp8_swiglu
 from titan_moe.kernels.experts.fp8 import swiglu_backward as fp8_swiglu_backward
 from titan_moe.kernels.experts.fp8 import transposed as fp8_transposed
@@ -204,11 +205,18 @@ def mm_of_linear(tokens: int, inputs: int, outputs: int) -> object:
     return block_mm(codes(tokens, inputs), weight, scales[1], of_tiles, torch.bfloat16, row_scales_Ri=scales[0])
 
 
+def biased_expert_up(copies: TileSchedule | None, usual_slots: int | None = None) -> object:
+    rows = half(S, 2880), index(R), single(R), half(E, 2, 2880, 2880), tiles(usual_slots)
+    return expert_up(*rows, schedule=copies, bias=half(E, 2, 2880), activation=GPT_OSS)
+
+
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
     "clamped_expert_up": lambda: expert_up(
         half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), activation=GPT_OSS
     ),
+    "biased_expert_up": lambda: biased_expert_up(None),
+    "biased_expert_up_loops_with_get": lambda: biased_expert_up(schedule(), S),
     "expert_up_with_base": lambda: expert_up(
         half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), hidden=half(R, 2 * F), base=base()
     ),
@@ -255,6 +263,12 @@ GEMMS: dict[str, Callable[[], object]] = {
         half(S, 7168), index(R), half(E, 7168, D), tiles(), schedule=schedule()
     ),
     "slot_mm_down": lambda: slot_mm(half(R, F), half(E, D, F).mT, tiles()),
+    "biased_slot_mm_down": lambda: slot_mm(
+        half(R, 2880), half(E, 2880, 2880).mT, tiles(), bias=(single(R), half(E, 2880))
+    ),
+    "biased_slot_mm_down_loops_with_put": lambda: slot_mm(
+        half(R, F), half(E, D, F).mT, tiles(S), schedule=schedule(), bias=(single(R), half(E, D))
+    ),
     "slot_mm_up": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles()),
     "slot_mm_down_with_put": lambda: slot_mm(half(R, F), half(E, D, F).mT, tiles(), schedule=schedule()),
     "slot_mm_up_with_put": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), schedule=schedule()),
@@ -413,6 +427,11 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "scores_of_slots": lambda: scores_of_slots(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "slot_sum_with_count": lambda: slot_sum(half(R, D), index(S, K), index(1)),
+    "expert_sums": lambda: expert_sums(half(R, 2 * 2880), index(E)),
+    "gathered_expert_sums": lambda: expert_sums(half(S, D), index(E), index(R), single(R)),
+    "gathered_expert_sums_with_base": lambda: expert_sums(half(S, D), index(E), index(R), single(R), base()),
+    "bias_scores": lambda: add_bias_scores(single(R), half(S, D), index(R), half(E, D), tiles()),
+    "bias_scores_with_base": lambda: add_bias_scores(single(R), half(S, D), index(R), half(E, D), tiles(), base()),
     "slot_rows": lambda: slot_rows(half(S, D), index(R), index(E)),
     "slot_rows_with_base": lambda: slot_rows(half(S, D), index(R), index(E), base()),
     "route_qwen3": lambda: route(128, QWEN3),

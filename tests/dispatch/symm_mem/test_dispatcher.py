@@ -35,7 +35,7 @@ SIZES = (equal_local.NUM_TOKENS, equal_local.WIDTH, equal_local.TOP_K, torch.flo
 
 def share(folder: str | None) -> tuple[SymmMemory, torch.device]:
     """This rank's symmetric memory: files in a folder, or on GPUs."""
-    num_ranks, elements = dist.get_world_size(), 3 * equal_local.HIDDEN * equal_local.WIDTH
+    num_ranks, elements = dist.get_world_size(), (3 * equal_local.HIDDEN + 3) * equal_local.WIDTH  # biases too
     clone_sizes = (num_ranks, equal_local.NUM_EXPERTS // num_ranks, MOST_SPARE, elements, torch.float64)
     num_bytes = max(symm_bytes(num_ranks, *SIZES), clone_bytes(*clone_sizes))
     if folder is not None:
@@ -44,9 +44,10 @@ def share(folder: str | None) -> tuple[SymmMemory, torch.device]:
     return open_symm_memory(num_bytes, dist.group.WORLD, device), device
 
 
-def my_experts(device: torch.device) -> GroupedExperts:
+def my_experts(device: torch.device, *, has_bias: bool = False) -> GroupedExperts:
     per_rank = equal_local.NUM_EXPERTS // dist.get_world_size()
-    return equal_local.experts(dist.get_rank() * per_rank, (dist.get_rank() + 1) * per_rank).to(device)
+    first = dist.get_rank() * per_rank
+    return equal_local.experts(first, first + per_rank, has_bias=has_bias).to(device)
 
 
 def my_inputs(routing: str, device: torch.device) -> list[Tensor]:

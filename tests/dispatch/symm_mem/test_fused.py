@@ -4,7 +4,7 @@ On CPU ranks are processes that map each other's files, in Triton's interpreter 
 GPUs it is bf16.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from titan_moe.dispatch.symm_mem.fused import PeerTokens, SymmMemFusedDispatcher
 from titan_moe.dispatch.symm_mem.memory import SymmMemory, close_symm_memory, open_symm_memory
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, biased_expert_mlp, fused_expert_mlp
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 
 equal_local, symm_mem = load("dispatch/test_equal_local"), load("dispatch/symm_mem/test_dispatcher")
-NAMES = ("y", "dx", "dscores", "dgate_up", "ddown")
+NAMES = ("y", "dx", "dscores", "dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -41,7 +41,8 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def my_experts(device: torch.device, mlp: ExpertMLP = fused_expert_mlp) -> GroupedExperts:
-    module = symm_mem.my_experts(device).to(dtype_of(device))
+    has_bias = isinstance(mlp, FusedMLP) and mlp.format.has_bias
+    module = symm_mem.my_experts(device, has_bias=has_bias).to(dtype_of(device))
     module.mlp = mlp
     return module
 
@@ -100,18 +101,19 @@ def _run_both(
 
 
 def assert_near(
-    actual: list[Tensor], expected: list[Tensor], tolerance: float, names: Iterable[object] = NAMES
+    actual: list[Tensor], expected: list[Tensor], tolerance: float, names: Sequence[object] = NAMES
 ) -> None:
-    for name, a, b in zip(names, actual, expected, strict=True):
+    for name, a, b in zip(names[: len(expected)], actual, expected, strict=True):
         error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-6)
         assert error < tolerance, f"{name}: {error}"
 
 
-def check_both(answers: list[Any], routings: tuple[str, ...], tolerance: float) -> None:
+def check_both(answers: list[Any], routings: tuple[str, ...], tolerance: float, *, has_bias: bool = False) -> None:
     num_ranks = len(answers)
     for index, routing in enumerate(routings):
         drawn = equal_local.inputs(routing, num_ranks, [equal_local.NUM_TOKENS] * num_ranks)
-        oracle = equal_local.join([equal_local.dense_oracle(inputs) for inputs in drawn], experts_add_up=True)
+        oracles = [equal_local.dense_oracle(inputs, has_bias=has_bias) for inputs in drawn]
+        oracle = equal_local.join(oracles, experts_add_up=True)
         arrived, *travelled = (
             equal_local.join(list(parts), experts_add_up=False)
             for parts in zip(*(answer[index] for answer in answers), strict=True)
@@ -228,6 +230,15 @@ def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
     check_both(ranks(2, run_both, str(tmp_path), routings, symm_mem.MOST_SPARE), routings, 1e-5)
 
 
+@pytest.mark.few("0")
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_replicas", [0, symm_mem.MOST_SPARE])
+def test_files_with_biases_equal_dense_oracle(ranks, tmp_path: Path, num_replicas: int) -> None:
+    most = symm_mem_mlp.MAX_SLOTS_PER_ROW_OVERLAPPED
+    answers = ranks(2, run_both, str(tmp_path), ("skewed",), num_replicas, most, biased_expert_mlp)
+    check_both(answers, ("skewed",), 1e-5, has_bias=True)
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("work", [compile_two_layers, train_frozen], ids=lambda work: work.__name__)
 def test_files_give_the_same_bits(ranks, tmp_path: Path, work: Callable[..., Any]) -> None:
@@ -290,6 +301,16 @@ def with_gpus(test: Callable[..., None]) -> Callable[..., None]:
 def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int, num_replicas: int, most_slots: float) -> None:
     answers = ranks_of_a_size(num_ranks, run_both, None, equal_local.ROUTINGS, num_replicas, most_slots)
     check_both(answers, equal_local.ROUTINGS, 2e-2)
+
+
+@with_gpus
+@pytest.mark.parametrize(("num_replicas", "most_slots"), [(0, 0.0), (0, 3.0), (1, 3.0)])
+def test_gpus_with_biases_equal_dense_oracle(
+    ranks_of_a_size, num_ranks: int, num_replicas: int, most_slots: float
+) -> None:
+    routings = equal_local.ROUTINGS
+    answers = ranks_of_a_size(num_ranks, run_both, None, routings, num_replicas, most_slots, biased_expert_mlp)
+    check_both(answers, routings, 2e-2, has_bias=True)
 
 
 @with_gpus

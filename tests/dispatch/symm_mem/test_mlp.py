@@ -24,7 +24,7 @@ from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.format import ExpertFormat
-from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep, fused_expert_mlp
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep, biased_expert_mlp, fused_expert_mlp
 from titan_moe.kernels.experts.plain import PLAIN
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.plan.cost.loads import LayerLoads
@@ -110,7 +110,8 @@ def run_layers(
     between()
     if pending is not None:
         pending.compute()
-    tensors = (y_TD, x_TD.grad, *(scores_TK.grad for scores_TK in scores), module.gate_up.grad, module.down.grad)
+    of_weights = (parameter.grad for parameter in module.parameters())
+    tensors = (y_TD, x_TD.grad, *(scores_TK.grad for scores_TK in scores), *of_weights)
     return [tensor.detach().cpu() for tensor in tensors]
 
 
@@ -242,6 +243,21 @@ def test_files_of_an_arena_give_the_same_bits_recomputed_and_compiled(ranks: Any
 @pytest.mark.interpreted
 def test_files_of_an_arena_with_clones_give_the_same_bits(ranks: Any, tmp_path: Path) -> None:
     check_ways(ranks(2, run_ways, str(tmp_path), ("kept", "lifted"), True, symm_mem.MOST_SPARE))
+
+
+@pytest.mark.few("ways0")
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "ways", [("delayed",), ("kept", "rows", "lifted", "delayed, lifted", "nothing", "checkpointed")]
+)
+def test_files_of_an_arena_with_biases_give_the_same_bits(ranks: Any, tmp_path: Path, ways: tuple[str, ...]) -> None:
+    check_ways(ranks(2, run_ways, str(tmp_path), ways, True, 0, biased_expert_mlp))
+
+
+@fused.with_gpus
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_gpus_of_an_arena_with_biases_give_the_same_bits(ranks_of_a_size: Any, num_ranks: int, overlaps: bool) -> None:
+    check_ways(ranks_of_a_size(num_ranks, run_ways, None, tuple(WAYS), overlaps, 0, biased_expert_mlp))
 
 
 @fused.with_gpus

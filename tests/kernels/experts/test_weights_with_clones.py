@@ -18,20 +18,21 @@ from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fp8.format import FP8_ROWWISE
 from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights
+from titan_moe.kernels.experts.weights import BIASES, MATRICES, ExpertWeights
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.memory import recompute
 
 EXPERTS, OWN, WIDTH, HIDDEN = 5, 3, 64, 48
-WITH_BIASES = (*MATRICES, "gate_up_bias", "down_bias")
+WITH_BIASES = MATRICES + BIASES
+IN_TRITON = ("fused", "wide", "fp8", "biased_fused")
 
 
 def cases() -> list[Any]:
     """Every MLP wherever it runs, eager and compiled; the one in Triton also as it runs wide experts."""
     found = []
-    for kernels in ("grouped_mm", "reference", "biased", "fused", "wide", "fp8"):
+    for kernels in ("grouped_mm", "reference", "biased", *IN_TRITON):
         for is_compiled in (False, True):
-            name, is_triton = f"{kernels}-{'compiled' if is_compiled else 'eager'}", kernels in ("fused", "wide", "fp8")
+            name, is_triton = f"{kernels}-{'compiled' if is_compiled else 'eager'}", kernels in IN_TRITON
             if not (is_triton and is_compiled):
                 marks = [pytest.mark.interpreted] if is_triton else [pytest.mark.slow] * is_compiled
                 found.append(pytest.param(kernels, is_compiled, "cpu", id=f"{name}-cpu", marks=marks))
@@ -41,7 +42,7 @@ def cases() -> list[Any]:
 
 @pytest.fixture
 def names(kernels: str) -> tuple[str, ...]:
-    return WITH_BIASES if kernels == "biased" else MATRICES
+    return WITH_BIASES if "biased" in kernels else MATRICES
 
 
 @pytest.fixture
@@ -50,7 +51,8 @@ def mlp(kernels: str, monkeypatch: pytest.MonkeyPatch) -> ExpertMLP:
         monkeypatch.setattr(passes, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", 1)
     if kernels == "fp8":
         return FusedMLP(FP8_ROWWISE)
-    return choose_expert_mlp({"wide": "fused", "biased": "grouped_mm"}.get(kernels, kernels), "activation")
+    choice = {"wide": "fused", "biased": "grouped_mm", "biased_fused": "fused"}.get(kernels, kernels)
+    return choose_expert_mlp(choice, "activation", has_bias="biased" in kernels)
 
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -115,7 +117,7 @@ def without_hidden(mlp: ExpertMLP) -> ExpertMLP:
     return experts.mlp
 
 
-OF_TRITON = [case for case in cases() if case.values[0] in ("fused", "wide", "fp8")]
+OF_TRITON = [case for case in cases() if case.values[0] in IN_TRITON]
 
 
 @pytest.mark.parametrize(("kernels", "is_compiled", "device"), OF_TRITON)
