@@ -171,8 +171,13 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
             layer.dispatcher = CloningDispatcher(layer.dispatcher, NUM_EXPERTS, num_replicas, group, over)
             layer.experts.transforms["clones"] = gather_weights
         run_layer(layer, is_trained)
-    for kind in (partial(SymmMemFusedDispatcher, memory=shared), in_an_arena):
-        layer, queue = MoE(MODEL, kernels=PRESETS["fused"]).to(device, dtype), WeightGradQueue()
+    biased = replace(MODEL, moe=replace(MODEL.moe, expert_mlp_bias=True))
+    for kind in (LocalDispatcher, partial(SymmMemFusedDispatcher, memory=shared)):
+        layer = MoE(biased, kernels=PRESETS["fused"]).to(device, dtype)
+        layer.dispatcher = kind(NUM_EXPERTS, permute=PERMUTE["triton"])
+        run_layer(layer, is_trained=True)
+    for kind, model in product((partial(SymmMemFusedDispatcher, memory=shared), in_an_arena), (MODEL, biased)):
+        layer, queue = MoE(model, kernels=PRESETS["fused"]).to(device, dtype), WeightGradQueue()
         layer.dispatcher = kind(NUM_EXPERTS, permute=PERMUTE["triton"])
         layer.experts.mlp = replace(layer.experts.mlp, queue=queue)
         with queue.delaying() as pending:

@@ -11,15 +11,17 @@ from random_routing import draw_experts, draw_plan
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
-from titan_moe.kernels.choose import ROUTE_TOKENS
+from titan_moe.config.swiglu import SwiGLU
+from titan_moe.kernels.choose import ROUTE_TOKENS, choose_expert_mlp
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
 from titan_moe.kernels.experts.fused_mlp import FusedMLP, with_scores_first
 from titan_moe.kernels.experts.grouped_mm import grouped_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.weights import ExpertWeights
+from titan_moe.kernels.experts.weights import BIASES, MATRICES, ExpertWeights
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
+from titan_moe.kernels.permute.rows import place_scores
 from titan_moe.kernels.registry import Sample, load_all
 from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
 from titan_moe.precision.linears import convert_linear
@@ -75,6 +77,34 @@ def experts(shape: dict[str, int]) -> Case:
         return Sample("", (half(device, num_rows, width), scores_SK, gate_up, down, *plan), 4)
 
     return Case(draw, flops, 3 * flops, moved, 3 * moved)
+
+
+def experts_with_biases(shape: dict[str, int]) -> Case:
+    """The same inputs, with biases behind the weights."""
+    case = experts(shape)
+
+    def draw(device: torch.device) -> Sample:
+        *leaves, rows_R, slots_SK, offsets_e = case.draw(device).args
+        biases = (half(device, shape["experts"], *sizes) for sizes in ((2, shape["hidden"]), (shape["width"],)))
+        return Sample("", (*leaves, *biases, rows_R, slots_SK, offsets_e), 6)
+
+    return case._replace(draw=draw)
+
+
+def with_biases(mlp: ExpertMLP) -> Callable[..., Tensor]:
+    """The MLP of loose tensors."""
+
+    def op(x_SD: Tensor, scores_SK: Tensor, *tensors: Tensor) -> Tensor:
+        *weights, rows_R, slots_SK, offsets_e = tensors
+        slots = ExpertSlots(rows_R, slots_SK, place_scores(scores_SK, slots_SK, rows_R.numel()), offsets_e)
+        return mlp(x_SD, slots, ExpertWeights.of(weights, MATRICES + BIASES))
+
+    return op
+
+
+def without_biases(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation that does not get them."""
+    return lambda *args: op(*args[:4], *args[6:])
 
 
 def experts_in_fp8(shape: dict[str, int]) -> Case:
@@ -262,7 +292,7 @@ def accumulate(num_elements: int, bytes_moved: float, is_first: bool) -> Case:
     return Case(draw, 0, 0, moved, moved)
 
 
-FUSED = KERNELS["fused_expert_mlp"].op
+FUSED, GPT_OSS = KERNELS["fused_expert_mlp"].op, SwiGLU(limit=7.0, alpha=1.702, up_offset=1.0)
 LOSS, HEAD = KERNELS["linear_cross_entropy"], {"qwen3": head(16_384, 2048, 151_936)}
 TORCH_HEADS: Ops = {
     "with compiled softmax": partial(linear_cross_entropy, softmax=as_one_graph(loss_and_dlogits)),
@@ -277,6 +307,17 @@ BENCHMARKS = {
     "fused_expert_mlp": Benchmark(
         {name: experts(shape) for name, shape in EXPERT_SHAPES.items()},
         eager_and_compiled(FUSED, "grouped_mm", with_scores_first(CompositeMLP(grouped_mm))),
+    ),
+    "biased_expert_mlp": Benchmark(
+        {"gpt_oss_20b_ep8": experts_with_biases(expert_shape(16_384, 2880, 2880, 4, 4))},
+        {
+            **eager_and_compiled(
+                with_biases(choose_expert_mlp("fused", "activation", True, GPT_OSS)),
+                "grouped_mm",
+                with_biases(CompositeMLP(grouped_mm, activation=GPT_OSS)),
+            ),
+            "without biases": without_biases(FUSED),
+        },
     ),
     "fp8_expert_mlp": Benchmark(
         {name: experts_in_fp8(shape) for name, shape in EXPERT_SHAPES.items()},
