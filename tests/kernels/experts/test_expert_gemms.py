@@ -215,8 +215,9 @@ def test_weight_gradients_of_rows_of_several_layers(
     rows_R, offsets_e, _ = plan("random", device)
     x_SD, dy_SD = torch.randn(2, 17, WIDTH, device=device, dtype=dtype)
     factors = [torch.randn(rows_R.numel(), width, device=device, dtype=dtype) for width in (2 * HIDDEN, HIDDEN)]
-    expected = passes.dw(dy_SD, x_SD, rows_R, offsets_e, *factors)
-    grads = passes.dw(dy_SD, arenas.surround(x_SD, arenas.ROW), rows_R, offsets_e, *factors, arenas.base(device))
+    slots = ExpertSlots(rows_R, rows_R[:0], torch.rand(rows_R.numel(), device=device), offsets_e)
+    expected = passes.dw(dy_SD, x_SD, slots, *factors)
+    grads = passes.dw(dy_SD, arenas.surround(x_SD, arenas.ROW), slots, *factors, arenas.base(device))
     assert all(torch.equal(grad, other) for grad, other in zip(grads, expected, strict=True))
 
 
@@ -236,7 +237,7 @@ def test_delayed_weight_gradients_have_the_bits_of_those_at_once(
     slots = ExpertSlots(rows_R, rows_R[:0], torch.rand(num_slots, device=device), offsets_e)
     tiles = plan_tiles(offsets_e, num_slots, 128)
     *gradients, _ = passes.d_down(dy_SD, slots, weights, hidden_R2F, tiles)
-    expected = passes.dw(dy_SD, x_SD, rows_R, offsets_e, *gradients)
+    expected = passes.dw(dy_SD, x_SD, slots, *gradients, has_bias=True)
     dactive_RF = hidden_R2F.new_full((num_slots, HIDDEN), float("nan"))
     for bases in ((), (base, base)):
         x, dy, hidden, dactive = x_SD, dy_SD, hidden_R2F, dactive_RF
@@ -245,7 +246,8 @@ def test_delayed_weight_gradients_have_the_bits_of_those_at_once(
             hidden, dactive = (arenas.surround(of_slots, arenas.SLOT) for of_slots in (hidden, dactive))
         places = dict(zip(("base", "delayed"), bases, strict=False))
         passes.d_down(dy, slots, weights, hidden, tiles, dactive_RF=dactive, **places)
-        assert all(map(torch.equal, passes.delayed_dw(dy, x, slots, dactive, hidden, *bases), expected)), bases
+        actual = passes.delayed_dw(dy, x, slots, dactive, hidden, *bases, has_bias=True)
+        assert all(map(torch.equal, actual, expected)), bases
 
 
 def test_a_base_needs_the_tensor_that_it_is_a_place_in() -> None:
