@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from titan_moe.checkpoint.hf import save_hf as save_hf
     from titan_moe.checkpoint.hf_folder import HuggingFaceError as HuggingFaceError
     from titan_moe.checkpoint.hf_stream import hf_weights as hf_weights
+    from titan_moe.config.chat import ChatConfig as ChatConfig
     from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
     from titan_moe.config.kernels import KernelOverrides as KernelOverrides
     from titan_moe.config.kernels import Kernels as Kernels
@@ -120,6 +121,7 @@ _MODULES = {
     "AllToAllDispatcher": "titan_moe.dispatch",
     "AttentionConfig": "titan_moe.config.model",
     "Block": "titan_moe.layers.block",
+    "ChatConfig": "titan_moe.config.chat",
     "CheckpointConfig": "titan_moe.config.train",
     "CompileConfig": "titan_moe.config.perf",
     "Context": "titan_moe.layers.attention",

@@ -417,6 +417,13 @@ BROKEN = {
     "datasets_options_need_datasets": ("--data.subset=en", 'data.subset = "en"'),
     "bytes_fit_the_vocabulary": ("--model.vocab_size=255", "model.vocab_size = 255 is below the 256 ids"),
     "text_has_a_tokenizer": ("--data.tokenizer=", 'data.tokenizer = "" names no tokenizer'),
+    "conversations_are_rows": ("--data.format=chat", 'data.format = "chat" cannot be read from data.source = "text"'),
+    "conversations_have_a_tokenizer_folder": ("--data.format=chat", 'has no template in data.tokenizer = "bytes"'),
+    "conversations_are_kept_apart": ("--data.format=chat", "to each other with data.document_attention = false"),
+    "chat_options_need_conversations": (
+        "--data.chat.train_on=all",
+        'data.chat.train_on = "all" belongs to data.format = "chat"',
+    ),
     "streams_hold_out_no_share": (
         "--data.source=datasets --data.is_streamed=true",
         "data.holdout_fraction = 0.1 cannot be taken",

@@ -26,6 +26,7 @@ PATHS = {
     "data.files",
     "data.tokenizer",
     "data.cache_folder",
+    "data.chat.template",
     "checkpoint.load_from",
 }
 """Fields with a path or a glob, in which `~` is the home folder: no shell expands it in `--run.folder=~/run`."""

@@ -216,6 +216,12 @@ SPELLINGS = {
     "data.is_shuffled": "shuffle",
     "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_type tokenizer_name tokenizer_name_or_path vocab_file "
     "hf_assets_path",
+    'data.format ("chat")': "dataset_type",
+    "data.chat.template (a file, or empty for the tokenizer's own)": "chat_template conversation_template "
+    "chat_template_path chat_template_jinja",
+    'data.chat.train_on (true -> "all"; false -> "answers")': "train_on_inputs train_on_prompt",
+    'data.chat.train_on (true -> "answers")': "assistant_only_loss completion_only_loss mask_prompt answer_only_loss",
+    'data.chat.train_on (true -> "last_answer")': "mask_history",
     "data.document_attention": "document documents document_mask reset_attention_mask neat_packing",
     'data.document_attention ("block_causal" -> true)': "attn_mask_type",
     "data.holdout_fraction": "val_set_size val_size test_size validation_split_percentage validation.dataset "
@@ -309,8 +315,7 @@ ABSENT = {
     "initial_load_in_hf model_type flavor hf_model_path safe_serialization ckpt_format",
     "all parameters are trained": "lora_r lora_alpha lora_dropout lora_target adapter peft finetuning_type "
     "load_in_8bit load_in_4bit freeze_vision_tower lora_rank qlora",
-    "text is trained on as it is, without templates and masked prompts": "chat_template template train_on_inputs "
-    "dataset_kwargs conversation_template",
+    'data.format = "chat" trains on conversations, with the options of data.chat': "dataset_kwargs",
     "the next batch is read while a step runs": "num_workers dataloader_num_workers pin_memory prefetch_factor "
     "dataloader_pin_memory preprocessing_num_workers persistent_workers",
     "a batch size holds for the whole run; resume with another one": "rampup_batch_size",

@@ -52,6 +52,8 @@ CHANGES: dict[str, Change] = {
     "optim": LOGGED,
     "data": LOGGED,
     "data.source": REFUSED,
+    "data.format": REFUSED,
+    "data.chat": SAME_CONTENT,
     "data.path": SAME_CONTENT,
     "data.files": SAME_CONTENT,
     "data.subset": SAME_CONTENT,

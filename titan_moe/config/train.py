@@ -1,8 +1,9 @@
 """The run itself: `[run]`, `[train]`, `[optim]`, `[data]`, `[validation]`, `[checkpoint]`, `[metrics]`, `[profile]`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from titan_moe.config.chat import ChatConfig
 from titan_moe.config.forced_loads import FORCED_LOADS, NO_LOAD
 from titan_moe.config.schema import OneOf
 
@@ -121,6 +122,10 @@ class DataConfig:
     `text`: Local text files.
     `datasets`: Hugging Face `datasets`, from the hub or from local files.
     `tokens`: Flat binary files of token ids."""
+    format: Literal["text", "chat"] = "text"
+    """What a row of the source `datasets` is.
+    `text`: A document, in the column `text_column`.
+    `chat`: A conversation, of which the answers are learned (`data.chat`). It needs the package `transformers`."""
     path: str = ""
     """For the source `text` a glob of files (`**` allowed; `python-stdlib` stands for the standard library sources of
     the running Python), for `datasets` a hub name, a local folder or a file type such as `json`, for `tokens` a glob of
@@ -164,6 +169,8 @@ class DataConfig:
     cache_folder: str = ""
     """Folder for tokenised data, shared by runs; empty means inside the run folder. Its files have checksums. An entry
     with a damaged file is built again."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """Conversations."""
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,18 @@ class DocumentStream:
 
     A `datasets` stream resumes from its state dict. Right after that it still returns the state of the start of the
     pass, until the first row is read, so the loaded state is kept until then. If the state dict is not plain JSON,
-    a resume reads and discards all earlier documents.
+    a resume reads and discards all earlier documents. `convert` makes documents of rows, by default their text.
     """
 
-    def __init__(self, data: DataConfig, bad_rows: BadRows, num_read: int, place: dict[str, Any] | None) -> None:
-        self.num_read = 0
+    def __init__(
+        self,
+        data: DataConfig,
+        bad_rows: BadRows,
+        num_read: int,
+        place: dict[str, Any] | None,
+        convert: json_lines.Convert | None = None,
+    ) -> None:
+        self.num_read, self._convert = 0, convert or self._text
         self._data, self._bad_rows = data, bad_rows
         self._dataset = _load(data)
         self._loaded_place = place = None if json_lines.PLACE in (place or {}) else place
@@ -73,16 +80,19 @@ class DocumentStream:
         while self.num_read < num_read and self._next_row() is not None:
             pass
 
-    def read(self) -> str | None:
+    def read(self) -> Any:
         """Return the next document, or None at the end of the pass.
 
         Raises: BadRowError for a row without text, if they are not skipped, and for one that `datasets` cannot read;
         ValueError for a file that is gone.
         """
         while (row := self._next_row()) is not None:
-            if (text := _text(row, self._data, self._bad_rows, self.num_read)) is not None:
-                return text
+            if (document := self._convert(row, self.num_read, f"row {self.num_read}")) is not None:
+                return document
         return None
+
+    def _text(self, row: dict[str, Any], number: int, place: str) -> str | None:
+        return _text(row, self._data, self._bad_rows, number)
 
     def _next_row(self) -> dict[str, Any] | None:
         row = _next_row(self._rows, self.num_read, self._data)
@@ -100,16 +110,21 @@ class DocumentStream:
 
 
 def open_stream(
-    data: DataConfig, bad_rows: BadRows, num_read: int, place: dict[str, Any] | None
+    data: DataConfig,
+    bad_rows: BadRows,
+    num_read: int,
+    place: dict[str, Any] | None,
+    convert: json_lines.Convert | None = None,
 ) -> DocumentStream | json_lines.JsonLinesStream:
-    """Open a pass over a streamed dataset at document `num_read`: line by line if bad JSON lines are to be skipped."""
-    stream = json_lines.JsonLinesStream if _is_read_by_line(data) else DocumentStream
-    return stream(data, bad_rows, num_read, place)
+    """Open a pass over a dataset at document `num_read`: line by line if bad JSON lines are to be skipped, or if the
+    rows are no texts, whose fields `datasets` would make equal."""
+    stream = json_lines.JsonLinesStream if _is_read_by_line(data, convert is not None) else DocumentStream
+    return stream(data, bad_rows, num_read, place, convert)
 
 
-def _is_read_by_line(data: DataConfig) -> bool:
+def _is_read_by_line(data: DataConfig, has_fields: bool = False) -> bool:
     """Whether bad rows can be left out as the files are read. Refuses files that are no text."""
-    if data.bad_rows == "refuse" or not json_lines.files_of(data):
+    if (data.bad_rows == "refuse" and not has_fields) or not json_lines.files_of(data):
         return False
     _refuse_other_kinds(data)
     return True

@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from titan_moe.data.text import find_files
 
 PLACE = "json_lines"
 """Key of a place of this reader: the number of the file, the offset of its next line in bytes, and its number."""
+Convert = Callable[[Any, int, str], Any]
+"""(row, its number from 1, its place in words) -> its document, or None for a row that is left out."""
 _SUFFIXES = {".jsonl", ".ndjson", ".json"}
 _SCAN_BYTES = 1 << 30
 
@@ -63,17 +66,27 @@ class Lines:
 
 
 class JsonLinesStream:
-    """One pass over the documents of JSON lines that leaves out bad rows. It can stop at any document and resume."""
+    """One pass over the documents of JSON lines that leaves out bad rows. It can stop at any document and resume.
 
-    def __init__(self, data: DataConfig, bad_rows: BadRows, num_read: int, place: dict[str, Any] | None) -> None:
+    `convert` makes documents of rows, by default their text.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        bad_rows: BadRows,
+        num_read: int,
+        place: dict[str, Any] | None,
+        convert: Convert | None = None,
+    ) -> None:
         own = (place or {}).get(PLACE)
         self.num_read = num_read if own else 0
-        self._column, self._bad_rows = data.text_column, bad_rows
+        self._column, self._bad_rows, self._convert = data.text_column, bad_rows, convert or self._text
         self._lines = Lines(files_of(data), own)
         while self.num_read < num_read and self._lines.next() is not None:
             self.num_read += 1
 
-    def read(self) -> str | None:
+    def read(self) -> Any:
         """Return the next document, or None at the end of the pass."""
         while (line := self._lines.next()) is not None:
             self.num_read += 1
@@ -82,10 +95,15 @@ class JsonLinesStream:
             except ValueError as error:
                 self._bad_rows.found(self.num_read, f"{line.place}, is not JSON: {error}")
                 continue
-            text = row.get(self._column, 0) if isinstance(row, dict) else 0
-            if text is None or isinstance(text, str):
-                return text or ""
-            self._bad_rows.found(self.num_read, f"{line.place}, has no text in the column {self._column!r}")
+            if (document := self._convert(row, self.num_read, line.place)) is not None:
+                return document
+        return None
+
+    def _text(self, row: Any, number: int, place: str) -> str | None:
+        text = row.get(self._column, 0) if isinstance(row, dict) else 0
+        if text is None or isinstance(text, str):
+            return text or ""
+        self._bad_rows.found(number, f"{place}, has no text in the column {self._column!r}")
         return None
 
     def place(self) -> dict[str, Any]:

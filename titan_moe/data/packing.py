@@ -21,6 +21,8 @@ class Sample(NamedTuple):
     document_ids: np.ndarray  # int32 [N + 1], the document of each token, starting at 0
     is_bad: bool = False
     """Whether nothing is learned from it: its labels are IGNORE_LABEL."""
+    is_learned: np.ndarray | None = None  # bool [N + 1]
+    """The tokens that are labels; None for all."""
 
 
 class Batch(NamedTuple):
@@ -58,7 +60,8 @@ def pack(samples: Sequence[Sample], micro_batch_sequences: int, has_document_att
 
     The end-of-document token belongs to its document, so a model learns where documents end. With document attention,
     the last token of a document has IGNORE_LABEL: the first token of the next document cannot be predicted from it.
-    Without document attention a sequence is one causal context and every position has a label. A bad sample has none.
+    Without document attention a sequence is one causal context and every position has a label. A bad sample has none,
+    and a token that is not learned is none.
     """
 
     def microbatches(x: Tensor) -> Tensor:
@@ -67,6 +70,9 @@ def pack(samples: Sequence[Sample], micro_batch_sequences: int, has_document_att
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     is_bad = torch.tensor([[sample.is_bad] for sample in samples])
     inputs, labels = tokens[:, :-1], tokens[:, 1:].masked_fill(is_bad, IGNORE_LABEL)
+    for sequence, sample in zip(labels, samples, strict=True):
+        if sample.is_learned is not None:
+            sequence[torch.from_numpy(~sample.is_learned[1:])] = IGNORE_LABEL
     if not has_document_attention:
         return Batch(microbatches(inputs), microbatches(labels), None)
     document_ids = torch.from_numpy(np.stack([sample.document_ids for sample in samples]))

@@ -9,6 +9,9 @@ from titan_moe.config import Recipe
 from titan_moe.data import hub, text
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache, describe_files
+from titan_moe.data.chat.samples import split_conversations
+from titan_moe.data.chat.source import describe_codes, open_conversation_corpus, open_conversation_stream
+from titan_moe.data.chat.stream import ConversationStream
 from titan_moe.data.corpus import Corpus, open_corpus, split_holdout, write_corpus
 from titan_moe.data.samples import EpochSamples, IndexedSamples, Samples
 from titan_moe.data.stream import StreamedSamples
@@ -44,7 +47,8 @@ def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
         return _open_stream(recipe, tokenizer)
     bad_rows = BadRows(recipe.data.bad_rows)
     corpus = _open_corpus(recipe, tokenizer, cache, bad_rows)
-    training, held_out = split_holdout(corpus, recipe.data.holdout_fraction, recipe.train.seq_len_tokens)
+    split = split_conversations if recipe.data.format == "chat" else split_holdout
+    training, held_out = split(corpus, recipe.data.holdout_fraction, recipe.train.seq_len_tokens)
     if recipe.validation.every_steps > 0 and len(held_out) < recipe.validation.num_sequences:
         raise ValueError(
             f"validation.num_sequences = {recipe.validation.num_sequences}, but data.holdout_fraction = "
@@ -70,7 +74,8 @@ def open_for_evaluation(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> S
         return open_source(recipe, tokenizer, cache)
     bad_rows = BadRows(recipe.data.bad_rows)
     corpus = _open_corpus(recipe, tokenizer, cache, bad_rows)
-    samples, _ = split_holdout(corpus, 0.0, recipe.train.seq_len_tokens)
+    split = split_conversations if recipe.data.format == "chat" else split_holdout
+    samples, _ = split(corpus, 0.0, recipe.train.seq_len_tokens)
     return Source(EpochSamples(samples, 0, is_shuffled=False), samples, corpus.fingerprint, bad_rows)
 
 
@@ -92,11 +97,14 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             "data.is_streamed to false"
         )
 
-    bad_rows = BadRows(recipe.data.bad_rows)
-    open_documents = partial(hub.open_stream, recipe.data, bad_rows)
+    bad_rows, made = BadRows(recipe.data.bad_rows), ""
+    open_samples: Callable[..., StreamedSamples | ConversationStream]
+    open_samples = partial(StreamedSamples, partial(hub.open_stream, recipe.data, bad_rows), tokenizer)
+    if recipe.data.format == "chat":
+        open_samples, made = open_conversation_stream(recipe, tokenizer, bad_rows), f"{describe_codes(recipe)}, "
     is_held_out_read = recipe.validation.every_steps > 0 or recipe.metrics.sample_tokens > 0
     count = recipe.validation.num_sequences if is_held_out_read else 0
-    held_out = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens)
+    held_out = open_samples(recipe.train.seq_len_tokens)
     validation = held_out.take(0, count, range(count))
     if held_out.epoch > 0:
         raise ValueError(
@@ -104,17 +112,19 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             f"data.path = {recipe.data.path!r}, which is streamed; lower validation.num_sequences"
         )
     num_reserved = held_out.num_documents_touched if count else 0
-    training = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens, num_reserved)
+    training = open_samples(recipe.train.seq_len_tokens, num_reserved)
 
     def fingerprint() -> str:
         held_out = f"the first {num_reserved} documents held out"
-        return f"{hub.fingerprint(recipe.data)}, tokenizer {tokenizer.fingerprint}, {held_out}"
+        return f"{hub.fingerprint(recipe.data)}, tokenizer {tokenizer.fingerprint}, {made}{held_out}"
 
     return Source(training, validation, fingerprint, bad_rows)
 
 
 def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
     data = recipe.data
+    if data.format == "chat":
+        return open_conversation_corpus(recipe, tokenizer, cache, bad_rows)
     if data.source == "tokens":
         return open_token_files(data, tokenizer, cache, bad_rows)
     files = text.find_text_files(data.path) if data.source == "text" else []

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.chat import ChatConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, row, rule, rules_in, said
 from titan_moe.config.schema import in_toml
@@ -50,6 +51,34 @@ text_has_a_tokenizer = row(
     "{data.tokenizer} names no tokenizer",
     hint="a folder with a tokenizer.json",
 )
+conversations_are_rows = row(
+    "conversations are rows of JSON lines, tables, or data sets of the hub",
+    lambda r: r.data.format == "chat" and r.data.source != "datasets",
+    "{data.format} cannot be read from {data.source}",
+)
+conversations_have_a_tokenizer_folder = row(
+    "a chat template belongs to a tokenizer of Hugging Face",
+    lambda r: r.data.format == "chat" and r.data.tokenizer in ("", "bytes"),
+    "{data.format} has no template in {data.tokenizer}",
+    "data.tokenizer data.format",
+    hint="data.tokenizer = a folder with a tokenizer.json",
+)
+conversations_are_kept_apart = row(
+    "conversations that are packed into one sequence do not see each other",
+    lambda r: r.data.format == "chat" and not r.data.document_attention,
+    "{data.format} shows conversations to each other with {data.document_attention}",
+    "data.document_attention data.format",
+)
+
+
+@rule("other data has no conversations", "data.format data.chat.template answers train_on too_long")
+def chat_options_need_conversations(recipe: Recipe, world_size: int) -> Iterator[str]:
+    chat, default = recipe.data.chat, ChatConfig()
+    for key in ("template", "answers", "train_on", "too_long"):
+        if recipe.data.format != "chat" and getattr(chat, key) != getattr(default, key):
+            yield f'data.chat.{key} = {in_toml(getattr(chat, key))} belongs to data.format = "chat"'
+
+
 streams_hold_out_no_share = row(
     "the length of a stream is unknown, so no fraction of it can be held out",
     lambda r: r.data.source == "datasets" and r.data.is_streamed and r.data.holdout_fraction > 0,

@@ -1,0 +1,78 @@
+"""Find the tokens of a conversation that are learned."""
+
+from os.path import commonprefix
+
+import numpy as np
+
+from titan_moe.config.chat import ChatConfig
+from titan_moe.config.schema import in_toml
+from titan_moe.data.chat.records import ANSWERING, Conversation, RecordError
+from titan_moe.data.chat.template import ChatTemplate
+
+_SHOWN = 40
+"""Characters of a text in a message."""
+
+
+def find_answers(template: ChatTemplate, conversation: Conversation, chat: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Render a conversation: the ids of its tokens, int64, and whether each is learned, bool.
+
+    Raises: RecordError if the template refuses it, or its answers cannot be found, or it has none.
+    """
+    num_messages = len(conversation.messages)
+    if chat.train_on == "all":
+        ids, _ = template.encode(template.text(conversation, num_messages))
+        return np.array(ids, dtype=np.int64), np.ones(len(ids), dtype=bool)
+    answers = conversation.answers if chat.train_on == "answers" else conversation.answers[-1:]
+    if not answers:
+        raise RecordError("has no answer: no message of the assistant")
+    if chat.answers == "template":
+        ids, offsets, marks = template.encode_marked(conversation)
+        is_learned = np.array(marks, dtype=bool)
+        if any(message["role"] == ANSWERING for message in conversation.messages[: answers[0]]):
+            text = template.text(conversation, num_messages)
+            is_learned &= _overlap(offsets, [(_prefix(template, conversation, text, answers[0]), len(text))])
+    else:
+        text = template.text(conversation, num_messages)
+        ids, offsets = template.encode(text)
+        is_learned = _overlap(offsets, [_span(template, conversation, text, number) for number in answers])
+    if not is_learned.any():
+        raise RecordError("has no answer: the template renders no token of one")
+    return np.array(ids, dtype=np.int64), is_learned
+
+
+def _overlap(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
+    """Whether each token has a character of one of the spans, as transformers decides it."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    is_in = [(ends > start) & (starts < end) for start, end in spans]
+    return np.logical_or.reduce(is_in)
+
+
+def _span(template: ChatTemplate, conversation: Conversation, text: str, number: int) -> tuple[int, int]:
+    """The characters of an answer, without white space of the template behind its last control token: a model stops
+    before it."""
+    start = _prefix(template, conversation, text, number, has_prompt=True)
+    end = _prefix(template, conversation, text, number + 1)
+    answer = text[start:end].rstrip()
+    return start, start + len(answer) if answer.endswith(template.control_tokens) else end
+
+
+def _prefix(
+    template: ChatTemplate, conversation: Conversation, text: str, num_messages: int, has_prompt: bool = False
+) -> int:
+    """The number of characters of the first messages, with which the whole text must begin."""
+    if num_messages == len(conversation.messages):
+        return len(text)
+    prefix = template.text(conversation, num_messages, has_prompt) if num_messages else ""
+    if not text.startswith(prefix):
+        same = len(commonprefix([text, prefix]))
+        prompt = " with the prompt for an answer" if has_prompt else ""
+        raise RecordError(
+            f"cannot be divided into answers: its first {num_messages} messages{prompt} are rendered as "
+            f"{_shown(prefix[same:])} where the whole conversation has {_shown(text[same:])}; take a "
+            'template with generation blocks for data.chat.answers = "template", or data.chat.train_on = "last_answer"'
+        )
+    return len(prefix)
+
+
+def _shown(text: str) -> str:
+    return in_toml(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")

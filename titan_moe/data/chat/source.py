@@ -1,0 +1,77 @@
+"""Open the conversations of a recipe's `[data]`: tokenised once into the cache, or streamed."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from titan_moe.config import Recipe
+from titan_moe.data import hub
+from titan_moe.data.bad_rows import BadRows
+from titan_moe.data.cache import Cache
+from titan_moe.data.chat.encoder import ConversationEncoder
+from titan_moe.data.chat.samples import open_conversations, write_conversations
+from titan_moe.data.chat.stream import ConversationStream
+from titan_moe.data.chat.template import ChatTemplate, fingerprint
+from titan_moe.data.chat.whole import WINDOW_SEQUENCES
+from titan_moe.data.corpus import Corpus
+from titan_moe.data.stream import Documents
+from titan_moe.data.tokenizer import Tokenizer
+
+
+def open_conversation_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
+    """Tokenise the conversations of a recipe, unless they are in the cache. Its tokens are codes.
+
+    Raises: ValueError or ImportError, each naming the field of `[data]` to change.
+    """
+
+    def build(folder: Path) -> None:
+        encoder = _encoder(recipe, tokenizer, bad_rows)
+        rows = hub.open_stream(recipe.data, bad_rows, 0, None, encoder.encode)
+        write_conversations(folder, _read_all(rows), encoder.counts)
+
+    key = [hub.describe_dataset(recipe.data), tokenizer.fingerprint, describe_codes(recipe)]
+    return cache.get("chat", key, build, partial(open_conversations, vocab_size=recipe.model.vocab_size))
+
+
+def open_conversation_stream(
+    recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows
+) -> Callable[..., ConversationStream]:
+    """Open streams of a recipe's conversations: of `(seq_len_tokens)` for validation, which reads no more than it
+    needs, of `(seq_len_tokens, num_reserved)` for training.
+
+    Raises: ValueError or ImportError, each naming the field of `[data]` to change.
+    """
+    encoder = _encoder(recipe, tokenizer, bad_rows)
+    open_documents = partial(hub.open_stream, recipe.data, bad_rows, convert=encoder.encode)
+
+    def open_(seq_len_tokens: int, num_reserved: int | None = None) -> ConversationStream:
+        window = recipe.validation.num_sequences if num_reserved is None else WINDOW_SEQUENCES
+        return ConversationStream(open_documents, seq_len_tokens, num_reserved or 0, window)
+
+    return open_
+
+
+def describe_codes(recipe: Recipe) -> str:
+    """Describe how rows become codes, for cache keys and fingerprints."""
+    data, chat = recipe.data, recipe.data.chat
+    template = fingerprint(data.tokenizer, chat.template)
+    max_tokens = recipe.train.seq_len_tokens + 1
+    return f"{template}, answers {chat.answers}, {chat.train_on} learned, {chat.too_long} above {max_tokens} tokens"
+
+
+def _read_all(rows: Documents) -> Iterator[np.ndarray]:
+    while (codes := rows.read()) is not None:
+        yield codes
+
+
+def _encoder(recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows) -> ConversationEncoder:
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    template = ChatTemplate(data.tokenizer, data.chat.template, begins_with_bos=bool(tokenizer.encode("")))
+    if template.vocab_size > vocab_size:
+        raise ValueError(
+            f"data.tokenizer = {data.tokenizer!r} has {template.vocab_size} ids for transformers, more than "
+            f"model.vocab_size = {vocab_size}; set model.vocab_size to at least {template.vocab_size}"
+        )
+    return ConversationEncoder(template, data.chat, recipe.train.seq_len_tokens + 1, bad_rows)
