@@ -75,8 +75,8 @@ def write_conversations(folder: Path, conversations: Iterator[np.ndarray], count
         file.write(counts.to_json().encode())
 
 
-def open_conversations(folder: Path, vocab_size: int) -> Corpus:
-    """Open the files of `write_conversations`. The log says what is in them.
+def open_conversations(folder: Path, vocab_size: int) -> tuple[Corpus, Counts]:
+    """Open the files of `write_conversations`.
 
     Raises: ValueError if there is no conversation; DamagedFileError for a damaged file.
     """
@@ -87,8 +87,7 @@ def open_conversations(folder: Path, vocab_size: int) -> Corpus:
             f"data.path gives no conversation to learn from: {counts.describe()}; give more rows, raise "
             'train.seq_len_tokens, or set data.chat.too_long = "cut"'
         )
-    logger.info("data.path has %s", counts.describe())
-    return open_corpus(folder, DTYPE, 2 * vocab_size)
+    return open_corpus(folder, DTYPE, 2 * vocab_size), counts
 
 
 def _start(corpus: Corpus, number: int) -> int:

@@ -1,5 +1,6 @@
 """Open the conversations of a recipe's `[data]`: tokenised once into the cache, or streamed."""
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,12 @@ from titan_moe.data.corpus import Corpus
 from titan_moe.data.stream import Documents
 from titan_moe.data.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 def open_conversation_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
-    """Tokenise the conversations of a recipe, unless they are in the cache. Its tokens are codes.
+    """Tokenise the conversations of a recipe, unless they are in the cache. Its tokens are codes. The log says how many
+    there are, and what was left out.
 
     Raises: ValueError or ImportError, each naming the field of `[data]` to change.
     """
@@ -32,7 +36,10 @@ def open_conversation_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache,
         write_conversations(folder, _read_all(rows), encoder.counts)
 
     key = [hub.describe_dataset(recipe.data), tokenizer.fingerprint, describe_codes(recipe)]
-    return cache.get("chat", key, build, partial(open_conversations, vocab_size=recipe.model.vocab_size))
+    open_ = partial(open_conversations, vocab_size=recipe.model.vocab_size)
+    corpus, counts = cache.get("chat", key, build, open_)
+    logger.info("data.path has %s", counts.describe())
+    return corpus
 
 
 def open_conversation_stream(
