@@ -161,8 +161,8 @@ class DataConfig:
     unknown: its first documents are held out, as many as validation needs. Must be 0 for synthetic data, of which
     validation draws other sequences."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What happens to a row that cannot be trained on: one without text, or of invalid JSON, or a sequence of a token
-    file with an id outside the vocabulary.
+    """What happens to a row that cannot be trained on: one without text, or of invalid JSON, a conversation that
+    the template refuses or without an answer, or a sequence of a token file with an id outside the vocabulary.
     `refuse`: The run saves, names file and row, and ends. After a repair of the data it goes on.
     `skip`: The row is left out and counted as `bad_rows` in the metrics. A sequence of a token file keeps its place,
     without labels. Invalid JSON can be skipped in local JSON lines."""

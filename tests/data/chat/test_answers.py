@@ -169,6 +169,15 @@ def test_conversations_without_answers_or_order_are_refused(
         found(ours, Conversation(messages))
 
 
+def test_variables_of_the_template_are_no_arguments(make: Callable[..., Any]) -> None:
+    reference, ours = make("{{ 'deep' if think else 'short' }}" + TEMPLATES["chatml"])
+    for options, begin in (({"think": True}, "deep<"), ({}, "short<")):
+        ids, _ = found(ours, Conversation(SHORT, options=options))
+        assert reference.decode(ids).startswith(begin)
+    with pytest.raises(RecordError, match="'chat_template' in `chat_template_kwargs`, which is no variable"):
+        found(ours, Conversation(SHORT, options={"chat_template": "{{ 1 }}"}))
+
+
 def test_templates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="has no chat template; set data.chat.template to a file"):

@@ -156,3 +156,30 @@ def test_another_vocabulary_and_empty_data_are_refused(
         open_loader(short)
     with pytest.raises(ValueError, match="holds out 59 of 59 conversations"):
         open_loader(make(holdout_fraction=0.999))
+
+
+def test_the_date_of_a_template_is_refused_in_a_stream(
+    make: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + TEMPLATES["chatml"])
+    open_loader(make())
+    with pytest.raises(ValueError, match=r"writes the date .strftime_now.*set data.is_streamed = false"):
+        open_loader(make(is_streamed=True))
+
+
+def test_tables_have_the_same_conversations(
+    make: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [row(number) | ({"tools": [{"name": "f"}]} if number == 7 else {}) for number in range(NUM_ROWS)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    table = {"path": "parquet", "files": f"{tmp_path}/rows.parquet"}
+    lines = open_loader(make())
+    for is_streamed in (False, True):
+        loader = open_loader(make(is_streamed=is_streamed, is_shuffled=is_streamed, **table))
+        learned(loader)
+        state, first = loader.state_dict(), [learned(loader) for _ in range(4)]
+        again = open_loader(make(is_streamed=is_streamed, is_shuffled=is_streamed, **table))
+        again.load_state_dict(state)
+        assert [numbers for numbers, _ in first] == [learned(again)[0] for _ in range(4)]
+    assert open_loader(make(**table)).fingerprint() == lines.fingerprint()

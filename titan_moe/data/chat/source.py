@@ -81,4 +81,9 @@ def _encoder(recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows) -> Convers
             f"data.tokenizer = {data.tokenizer!r} has {template.vocab_size} ids for transformers, more than "
             f"model.vocab_size = {vocab_size}; set model.vocab_size to at least {template.vocab_size}"
         )
+    if template.has_date and data.is_streamed:
+        raise ValueError(
+            "data.is_streamed = true, but the chat template writes the date (strftime_now): a run that goes on another "
+            "day would have other tokens; set data.is_streamed = false, or data.chat.template to a copy without it"
+        )
     return ConversationEncoder(template, data.chat, recipe.train.seq_len_tokens + 1, bad_rows)

@@ -1,7 +1,7 @@
 """Render conversations with a chat template, by transformers."""
 
 import hashlib
-import logging
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ class ChatTemplate:
                 "data.format = 'chat' needs the package `transformers`: pip install 'titan_moe[hf]'; "
                 "or write the conversations as texts, for data.format = 'text'"
             ) from error
-        logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)  # it warns of long texts
         try:
             self._inner: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # the library raises no narrower type
@@ -52,6 +51,8 @@ class ChatTemplate:
                 f"{self._name} has no chat template; set data.chat.template to a file with one, or to {PLAIN!r}, which "
                 "puts the contents of messages one after the other"
             ) from error
+        self._reserved = inspect.signature(self._inner.apply_chat_template).parameters.keys()
+        self.has_date = any("strftime_now" in text for text in texts)
         self.has_answers = all(_ANSWER_BLOCK.search(text) for text in texts)
         added = self._inner.added_tokens_decoder.values()
         self.control_tokens = tuple(token.content for token in added if token.special)
@@ -70,7 +71,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of a rendered text: their ids, and the characters [start, end) of each."""
-        out = self._inner(text, add_special_tokens=False)
+        out = self._inner(text, add_special_tokens=False, verbose=False)  # which would warn of long ones
         return out["input_ids"], out.encodings[0].offsets
 
     def encode_marked(self, conversation: Conversation) -> tuple[list[int], list[tuple[int, int]], list[int]]:
@@ -84,10 +85,13 @@ class ChatTemplate:
         return out["input_ids"], out.encodings[0].offsets, out["assistant_masks"]
 
     def _render(self, conversation: Conversation, num_messages: int, **options: Any) -> Any:
+        if reserved := self._reserved & conversation.options.keys():
+            raise RecordError(f"has {min(reserved)!r} in `chat_template_kwargs`, which is no variable of a template")
         try:
             return self._inner.apply_chat_template(
                 conversation.messages[:num_messages],
                 tools=conversation.tools,
+                tokenizer_kwargs={"verbose": False},
                 **{**self._variables, **conversation.options, **options},
             )
         except Exception as error:  # a template is a program, and raises what it likes
