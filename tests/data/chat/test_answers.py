@@ -114,6 +114,7 @@ def test_thinking_of_earlier_turns_is_learned_where_it_is_rendered(make: Callabl
     thought = "<think>so</think>\n\nit is the answer\n<|im_end|>"
     assert texts(reference, ids, marks) == ["it is the answer\n<|im_end|>", thought]
     assert found(ours, chat) == (ids, marks)
+    assert texts(reference, *found(ours, chat, train_on="last_answer")) == [thought]
     _, plain = make(without_marks(template))
     assert texts(reference, *found(plain, chat, answers="prefixes", train_on="last_answer")) == [thought]
     with pytest.raises(RecordError, match=r'first 2 messages are rendered as "<think>so.*last_answer"$'):

@@ -35,7 +35,7 @@ def find_answers(template: ChatTemplate, conversation: Conversation, chat: ChatC
         text = template.text(conversation, num_messages)
         ids, offsets = template.encode(text)
         is_learned = _overlap(offsets, [_span(template, conversation, text, number) for number in answers])
-    if not is_learned.any():
+    if not is_learned[1:].any():  # the first token is no label
         raise RecordError("has no answer: the template renders no token of one")
     return np.array(ids, dtype=np.int64), is_learned
 

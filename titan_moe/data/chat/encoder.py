@@ -51,12 +51,12 @@ class Counts:
 
 
 class ConversationEncoder:
-    """Make codes of rows: a token's id times 2, plus 1 if it is learned. Bad rows and long ones are counted."""
+    """Make codes of rows: a token's id times 2, plus 1 if it is learned. Bad rows and long ones are counted.
+
+    Raises: ValueError if the answers are to be those of the template, and it has none.
+    """
 
     def __init__(self, template: ChatTemplate, chat: ChatConfig, max_tokens: int, bad_rows: BadRows) -> None:
-        """
-        Raises: ValueError if the answers are to be those of the template, and it has none.
-        """
         if chat.answers == "template" and chat.train_on != "all" and not template.has_answers:
             raise ValueError(
                 'data.chat.answers = "template", but the chat template has no {% generation %} block, which marks '
