@@ -14,7 +14,7 @@ FLOORS = [
     {"kernels", "titan", "parameters"},
     {"dispatch", "checkpoint", "optim", "data", "profile", "run"},
     {"layers"},
-    {"models", "precision", "memory", "compile", "metrics"},
+    {"models", "precision", "memory", "adapters", "compile", "metrics"},
     {"parallel"},
     {"training"},
     {"entry", "arguments"},

@@ -200,6 +200,7 @@ KEPT = {
     "optim.decay_steps": "schedule",
     "optim.decay": "schedule: cosine, linear and WSD's root are all in use",
     "optim.min_lr_ratio": "schedule",
+    "optim.trainable": "fine-tuning of a part of a model, adapters, frozen routers",
     "data.source": "text, datasets, tokens, or none for a benchmark",
     "data.path": "where the data is",
     "data.files": "a part of a data set",

@@ -111,7 +111,7 @@ def _pipeline(recipe: Recipe, num_ranks: int) -> str:
 
 def flops_per_token(recipe: Recipe) -> float:
     """Model FLOPs of training per token. Causal attention is halved, recompute is not counted."""
-    return float(training_flops_per_token(recipe.model, recipe.train.seq_len_tokens))
+    return float(training_flops_per_token(recipe.model, recipe.train.seq_len_tokens, recipe.optim.trainable))
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:

@@ -62,6 +62,14 @@ BROKEN = {
         "--model.embeddings_are_tied=true --optim.embeddings_decay=false",
         "optim.embeddings_decay = false has no effect with model.embeddings_are_tied = true",
     ),
+    "patterns_match_parameters": (
+        '--optim.trainable=["*.routr.*"]',
+        'optim.trainable: "*.routr.*" matches no parameter; near it: layers.*.feed_forward.router.weight',
+    ),
+    "clones_are_of_trained_experts": (
+        '--optim.trainable=["head.*"] --parallel.expert_clones=auto',
+        'parallel.expert_clones = "auto" needs routed experts that optim.trainable = ["head.*"] trains',
+    ),
     "kv_heads_divide_heads": (
         "--model.attention.num_kv_heads=3",
         "num_kv_heads = 3 does not divide model.attention.num_heads = 8",

@@ -227,7 +227,7 @@ def gradients(parts: list[torch.nn.Module]) -> dict[str, Tensor]:
     grads = {}
     for part in parts:
         rows, own = fused_rows(part), {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
-        assert len(own) == len(list(part.parameters()))
+        assert len(own) == sum(parameter.requires_grad for parameter in part.parameters())
         grads |= {name: full_tensor(grad, rows.get(name, ())).clone() for name, grad in own.items()}
     return grads
 

@@ -49,6 +49,7 @@ class Module:
     widths: tuple[int, int] = (0, 0)  # input and output; of routed experts row and hidden
     own_widths: tuple[int, int] = (0, 0)  # those of a rank: its part where tp, etp or exchanged heads split them
     parameters: int = 0
+    tensors: tuple[tuple[str, int], ...] = ()  # its parameters by name and size, "" for the path itself; else `weight`
     own_parameters: float = 0  # those of a rank of tp, or of ep and etp, before FSDP shards them
     whole: int = 0  # of the parameters, those that every rank of tp has
     idle: int = 0  # of the parameters, those that one token does not use
@@ -134,6 +135,8 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     own_input = (("norms", width),) if tp == 1 else ()  # over tp, what is gathered of it is kept
     stream: Any = {"kept": 2 * width, "sent": (("block", width),)}  # input and output
     of_norm = {"rms": 1, "layer": 2}[model.norm] * width  # weight and bias
+    two: Any = {"tensors": (("weight", width), ("bias", width)) if model.norm == "layer" else ()}
+    stream |= two
     yield _vectors("norms", layers, "attention_norm", of_norm, **stream, freed=own_input)
     stream["sent"] = (("ffn_norm", width),)
     yield from attention(model, layers, p)
@@ -142,7 +145,7 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     hidden = Split("ffn_hidden_size", model.ffn_hidden_size)
     yield from _mlp("dense", dense_layers, tp, "feed_forward", width, hidden)
     yield from _moe(model, moe_layers, p)
-    yield _vectors("norms", None, "norm", of_norm)
+    yield _vectors("norms", None, "norm", of_norm, **two)
     head = _matrix("head", None, tp, "head", (width, words), "outputs", **splits)
     yield replace(head, parameters=0, own_parameters=0) if model.embeddings_are_tied else head
     yield _vectors("head", None, "head.bias", words if model.head_bias else 0)
@@ -164,7 +167,8 @@ def _matrix(
 
 def _vectors(region: Region, layers: Layers | None, path: str, size: int, **row: Any) -> Module:
     """Parameters that every rank of tp has. Their FLOPs are few and not counted."""
-    return Module(path, region, layers, parameters=size, own_parameters=size, whole=size, **row)
+    itself: Any = {"tensors": (("", size),)} if path.endswith(("bias", "sinks")) else {}
+    return Module(path, region, layers, parameters=size, own_parameters=size, whole=size, **(itself | row))
 
 
 def _ranks(p: ParallelConfig) -> tuple[int, int, int, int]:
@@ -189,14 +193,17 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     yield _vectors("attention", layers, "attention.qkv.bias", fused if a.qkv_bias else 0)
     has_weights = a.qk_norm and a.qk_norm_has_weights
     normed_widths = 2 * a.head_dim if a.qk_norm_over == "head" else queries + a.num_kv_heads * a.head_dim
-    yield _vectors("attention", layers, "attention.qk_norm_rope", normed_widths if has_weights else 0)
+    both = (("q_norm_weight", a.head_dim), ("k_norm_weight", a.head_dim))
+    norms = both if a.qk_norm_over == "head" else (("all_heads.weight", normed_widths),)
+    sizes: Any = {"tensors": norms if has_weights else ()}
+    yield _vectors("attention", layers, "attention.qk_norm_rope", normed_widths if has_weights else 0, **sizes)
     yield _vectors("attention", layers, "attention.sinks", a.num_heads if a.sinks else 0)
     exchanged = keys + 2 * queries if by_heads > 1 else 0
     received = (1 - 1 / by_heads) * exchanged + (cp // by_heads - 1) * keys
     attended = queries + by_keys * keys
     normed = (queries if by_keys > 1 else attended) if a.qk_norm and by_heads == 1 else 0  # and rotated, not exchanged
     freed = ("qkv_rope", normed)
-    sizes: Any = {"attended": attended, "result": queries, "received": received}
+    sizes = {"attended": attended, "result": queries, "received": received}
     sizes["scales_result"] = a.sinks and not (cp > 1 and p.cp_kind == "ring")
     heads = Split("attention.num_heads", a.num_heads, a.num_kv_heads)
     yield _core(layers, by_heads, heads, 2 * queries, **sizes, freed=freed)
@@ -285,9 +292,12 @@ def _moe(model: ModelConfig, layers: Layers, p: ParallelConfig) -> Iterator[Modu
     if moe.latent_size:
         yield of_latent("feed_forward.latent_down", (width, row_width))
     one_expert, hidden = parameters_of_an_expert(model), moe.ffn_hidden_size
+    biases = (("gate_up_bias", 2 * hidden), ("down_bias", row_width)) if moe.expert_mlp_bias else ()
+    tensors = (("gate_up", 2 * row_width * hidden), ("down", row_width * hidden), *biases)
     yield Module(
         "feed_forward.experts", "experts", layers, "experts", (row_width, hidden), (row_width, hidden // etp),
         parameters=moe.num_experts * one_expert,
+        tensors=tuple((name, moe.num_experts * size) for name, size in tensors),
         own_parameters=moe.num_experts / max(p.ep, 1) * parameters_of_an_expert(model, etp),
         idle=(moe.num_experts - moe.top_k) * one_expert,
         multiply_adds=3 * row_width * hidden * moe.top_k,

@@ -50,6 +50,7 @@ CHANGES: dict[str, Change] = {
     "train.seq_len_tokens": REFUSED,
     "train.micro_batch_sequences": FREE,
     "optim": LOGGED,
+    "optim.trainable": REFUSED,  # frozen parameters have no moments, and are saved in compute's dtype
     "data": LOGGED,
     "data.source": REFUSED,
     "data.format": REFUSED,

@@ -110,6 +110,11 @@ class OptimConfig:
     """Shape of the decay."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of `lr`."""
+    trainable: tuple[str, ...] = ()
+    """The parameters that train, as patterns of their names in which `*` stands for any letters:
+    `["*.router.*", "head.weight"]`. Empty: all. The others are frozen: they are kept in compute's dtype, without
+    master, gradient and moments, and no weight gradient of theirs is computed. Balancing biases are no parameters; they
+    follow `model.moe.bias_update_speed`."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ class Optimizers(OptimizersContainer):
 
     def __init__(self, parts: list[nn.Module], build: Builder, config: OptimConfig, run: RunOptions) -> None:
         # not the parent's: it passes bare parameters, without their kinds
-        self.model_parts = [part for part in parts if any(True for _ in part.parameters())]  # a stage may be empty
+        # a stage may be empty, or frozen
+        self.model_parts = [part for part in parts if any(it.requires_grad for it in part.parameters())]
         self.optimizers = [build(part, config, run) for part in self.model_parts]
         self._post_init([p for part in parts for p in part.parameters() if p.requires_grad], {})
 

@@ -67,7 +67,8 @@ class AutogradSegment:
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the outputs -> those of the inputs, by leaf; None where there is none."""
         pairs = [(edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge and grad is not None]
-        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        if pairs:  # else nothing in it trains
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         input_grads: list[Tensor | None] = [None] * self.num_inputs
         for index, grad in zip(self.indices, self.grads, strict=True):
             input_grads[index] = grad

@@ -67,7 +67,7 @@ class UnshardedWeights:
         """Master parameter -> plain tensor in compute's dtype. A copy that is not read has no memory."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return local(weight) if self.dtype is None else local(weight).to(self.dtype)
-        if self.dtype is None:
+        if self.dtype is None or (not weight.requires_grad and weight.dtype == self.dtype and not self.has_codes):
             is_plain = not weight.is_leaf or weight.grad_dtype == weight.dtype
             return local(weight) if is_plain else _Cast.apply(weight, local(weight.detach()), self.accumulate)
         if self.has_codes:

@@ -105,9 +105,10 @@ def _softmax(group_name: str, num_words: int, labels_T: Tensor) -> VocabParallel
 
 
 def _of_own_words(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, group: str
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, trains_weight: bool, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens, _softmax(group, len(weight_VD), labels_T))
+    softmax = _softmax(group, len(weight_VD), labels_T)
+    return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens, trains_weight, softmax)
 
 
 def _loss_of_own_words(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, group: str) -> Tensor:

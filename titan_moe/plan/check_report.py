@@ -19,7 +19,7 @@ from titan_moe.plan.choice.hardware import dotted, find_hardware, gpus_here
 from titan_moe.plan.choice.kernel_table import read_tables
 from titan_moe.plan.choice.kernels import FUSED_WINS, describe_kernels, resolve_kernels
 from titan_moe.plan.choice.recompute import Choice, choose_recompute, is_auto, with_entries
-from titan_moe.plan.cost.count import ParameterCount, count_parameters, training_flops_per_token
+from titan_moe.plan.cost.count import ParameterCount, count_parameters, describe_trained, training_flops_per_token
 from titan_moe.plan.cost.hugging_face import describe_weights
 from titan_moe.plan.cost.links import describe_links
 from titan_moe.plan.cost.memory import (
@@ -121,9 +121,10 @@ def _count_rows(recipe: Recipe) -> list[tuple[str, str]]:
             ("", "memory, peak and pipeline below are those of the default class; set model.table to describe yours"),
         ]
     num_tokens = recipe.train.seq_len_tokens
-    gflop = training_flops_per_token(recipe.model, num_tokens) / 1e9
+    gflop = training_flops_per_token(recipe.model, num_tokens, recipe.optim.trainable) / 1e9
     flops = f"{gflop:.4g} GFLOP per token of training, with sequences of {num_tokens:,} tokens"
-    return [*_parameter_rows(count_parameters(recipe.model)), ("FLOPs", flops)]
+    trained = [("trained", words)] if (words := describe_trained(recipe)) else []
+    return [*_parameter_rows(count_parameters(recipe.model)), *trained, ("FLOPs", flops)]
 
 
 def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:

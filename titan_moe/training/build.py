@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_moe.adapters import frozen
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
 from titan_moe.config.clones import cost_slots
@@ -73,7 +74,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     queue = WeightGradQueue() if resolved.splits_backward else None
     replicas = replica_slots(resolved)
     parts = build_parts(model, resolved, meshes, device, capacity, queue, replicas)
-    if recipe.parallel.pp > 1 and recipe.model.class_ != ModelConfig.class_:
+    if recipe.parallel.pp > 1 and (recipe.model.class_ != ModelConfig.class_ or recipe.optim.trainable):
         check_parts(parts, recipe)
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     options = {"moments": moments, "seed": recipe.run.seed, "capturable": is_captured, "park": recipe.memory.park}
@@ -169,6 +170,7 @@ def build_parts(
     """
     recipe, replicas = resolved.recipe, replicas or replica_slots(resolved)
     policy.convert(model, resolved, device)  # first: it swaps modules, and shards must be of the final ones
+    frozen.freeze(model, recipe.optim.trainable, fsdp.DTYPES[recipe.precision.compute])  # by names of the whole model
     parts = stages.split(model, resolved, meshes)  # before sharding: a rank shards only its own stages
     layers = nn.ModuleList(parts)
     nodes = expert.open_nodes(recipe.parallel, meshes.ep.get_group())

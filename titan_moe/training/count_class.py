@@ -54,7 +54,9 @@ def count_model(recipe: Recipe, build: Callable[[], nn.Module]) -> ModelCounts:
     num_tokens = recipe.train.seq_len_tokens
     if recipe.model.class_ == ModelConfig.class_:
         count = count_parameters(recipe.model)
-        return ModelCounts(count.total, count.active, training_flops_per_token(recipe.model, num_tokens))
+        return ModelCounts(
+            count.total, count.active, training_flops_per_token(recipe.model, num_tokens, recipe.optim.trainable)
+        )
     model = build()
     if not isinstance(model, nn.Module):
         return ModelCounts(0, None, None, "it makes no nn.Module")

@@ -14,6 +14,7 @@ from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.dispatchers import LOCAL
 from titan_moe.config.model import MoEConfig
 from titan_moe.config.modules import import_named
+from titan_moe.config.schema import in_toml
 from titan_moe.data.packing import IGNORE_LABEL
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.router import TopKRouter
@@ -131,9 +132,11 @@ def check_parts(parts: list[nn.Module], recipe: Recipe) -> None:
     problems: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(problems, [next(iter(dict(part.named_parameters()))) for part in frozen])
     if names := next((names for of_rank in problems for names in of_rank), ""):
+        trainable = recipe.optim.trainable
+        setting = f"optim.trainable = {in_toml(trainable)}" if trainable else f'model.class = "{recipe.model.class_}"'
         raise RecipeError(
             [
-                f'model.class = "{recipe.model.class_}": with parallel.pp = {recipe.parallel.pp} all parameters of a '
+                f"{setting}: with parallel.pp = {recipe.parallel.pp} all parameters of a "
                 f"stage are frozen ({names}, ...); take fewer stages, or parallel.pp = 1"
             ]
         )

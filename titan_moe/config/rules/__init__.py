@@ -18,6 +18,7 @@ from titan_moe.config.rules.ranges import RANGE_RULES, has_excessive_numbers
 from titan_moe.config.rules.rule import Rule
 from titan_moe.config.rules.run import RUN_RULES
 from titan_moe.config.rules.tensor import TENSOR_RULES
+from titan_moe.config.rules.trainable import TRAINABLE_RULES
 
 __all__ = ["RULES", "Rule", "check_rules", "ranks_of", "rules_of"]
 
@@ -33,6 +34,7 @@ RULES: list[Rule] = [
     *PERF_RULES,
     *MEMORY_RULES,
     *PRECISION_RULES,
+    *TRAINABLE_RULES,
     *RUN_RULES,
 ]
 

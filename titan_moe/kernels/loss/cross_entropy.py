@@ -69,15 +69,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         chunk_tokens: int,
         softmax: LossAndGradient,
+        trains_weight: bool,
     ) -> Tensor:
         losses, grads_x_CD, wide = [], [], torch.promote_types(weight_VD.dtype, torch.float32)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if trains_weight else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         for x_CD, labels_C in zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True):
             loss, dlogits_CV = softmax(F.linear(x_CD, weight_VD, bias_V), labels_C)
             losses.append(loss)
             grads_x_CD.append(dlogits_CV @ weight_VD)
-            grad_weight_VD = _add_product(grad_weight_VD, dlogits_CV.T, x_CD)
+            if grad_weight_VD is not None:
+                grad_weight_VD = _add_product(grad_weight_VD, dlogits_CV.T, x_CD)
             if grad_bias_V is not None:
                 grad_bias_V = grad_bias_V + dlogits_CV.sum(0, dtype=wide)
         ctx.save_for_backward(torch.cat(grads_x_CD), grad_weight_VD, grad_bias_V)
@@ -92,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else (grad.to(grad_loss.dtype) * grad_loss).to(ctx.dtype, copy=True)
             for grad in ctx.saved_tensors
         ]
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 @torch.library.custom_op("titan_moe::add_product", mutates_args=())
@@ -132,7 +134,9 @@ def linear_cross_entropy(
         losses = [linear_cross_entropy_reference(x, weight_VD, labels, bias_V=bias_V) for x, labels in chunks]
         return torch.stack(losses).sum()
     bias_V = None if bias_V is None else as_operand(bias_V)
-    return _LinearCrossEntropy.apply(as_operand(x_TD), as_operand(weight_VD), bias_V, labels_T, chunk_tokens, softmax)
+    trains_weight = weight_VD.requires_grad  # a frozen one has no gradient, and no memory for one
+    operands = as_operand(x_TD), as_operand(weight_VD), bias_V, labels_T
+    return _LinearCrossEntropy.apply(*operands, chunk_tokens, softmax, trains_weight)
 
 
 register(Kernel("linear_cross_entropy", linear_cross_entropy, linear_cross_entropy_reference))

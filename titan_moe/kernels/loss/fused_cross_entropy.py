@@ -43,14 +43,20 @@ Softmax = Callable[..., None]
 
 
 def loss_and_gradients(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, softmax: Softmax = softmax_gradient
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    chunk_tokens: int,
+    trains_weight: bool = True,
+    softmax: Softmax = softmax_gradient,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss in fp32; for a loss gradient of one, dX in x's dtype and dW in fp32.
+    """Summed loss in fp32; for a loss gradient of one, dX in x's dtype and dW in fp32, which is empty for a weight that
+    does not train.
 
     If the vocabulary is split over ranks, and `softmax` covers all of it, dX is this rank's part of a sum over ranks.
     """
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
-    dx_TD, dweight_VD = empty_gradients(x_TD, weight_VD)
+    dx_TD, dweight_VD = empty_gradients(x_TD, weight_VD, trains_weight)
     if x_TD.shape[0] == 0:
         dweight_VD.zero_()
     for tokens, logits_CV in logits_by_chunk(x_TD, weight_VD, chunk_tokens):
@@ -69,9 +75,10 @@ def loss_alone(
     return losses_T.sum()
 
 
-def empty_gradients(x_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised dX in x's dtype and dW in fp32."""
-    return x_TD.new_empty(x_TD.shape), weight_VD.new_empty(weight_VD.shape, dtype=torch.float32)
+def empty_gradients(x_TD: Tensor, weight_VD: Tensor, trains_weight: bool = True) -> tuple[Tensor, Tensor]:
+    """Uninitialised dX in x's dtype and dW in fp32, without rows for a weight that does not train."""
+    num_words = weight_VD.shape[0] if trains_weight else 0
+    return x_TD.new_empty(x_TD.shape), weight_VD.new_empty(num_words, weight_VD.shape[1], dtype=torch.float32)
 
 
 def logits_by_chunk(x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
@@ -89,6 +96,8 @@ def add_gradients(
 ) -> None:
     """Write the chunk's part of dX, and add its part to dW. The first chunk overwrites dW."""
     torch.mm(dlogits_CV, weight_VD, out=dx_TD[tokens])
+    if not dweight_VD.shape[0]:
+        return
     beta = int(tokens.start > 0)
     a, b, wide = dlogits_CV.T, x_TD[tokens], dweight_VD.dtype
     if a.device.type == "cpu" or a.dtype == wide:
@@ -114,23 +123,27 @@ class HeadOps(NamedTuple):
         labels_T = labels_T.contiguous()
         x_TD, weight_VD = as_operand(x_TD), as_operand(weight_VD)
         if torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad):
-            return self.with_gradients(x_TD, weight_VD, labels_T, chunk_tokens, *rest)[0]
+            return self.with_gradients(x_TD, weight_VD, labels_T, chunk_tokens, weight_VD.requires_grad, *rest)[0]
         return self.alone(x_TD, weight_VD, labels_T, chunk_tokens, *rest)
 
 
 def head_ops(name: str, with_gradients: Callable[..., Any], alone: Callable[..., Any]) -> HeadOps:
     """Register functions with the arguments and results of `loss_and_gradients` and `loss_alone` as
     `titan_moe::<name>` and `titan_moe::<name>_loss`. Their first four arguments are x, weight, labels and
-    `chunk_tokens`."""
+    `chunk_tokens`; the next one of the first is whether the weight trains."""
     train = torch.library.custom_op(f"titan_moe::{name}", with_gradients, mutates_args=())
     lose = torch.library.custom_op(f"titan_moe::{name}_loss", alone, mutates_args=())
-    train.register_fake(lambda x, weight, *_: (_empty_loss(x), *empty_gradients(x, weight)))
+    train.register_fake(lambda x, weight, _, __, trains, *___: (_empty_loss(x), *empty_gradients(x, weight, trains)))
     lose.register_fake(lambda x, *_: _empty_loss(x))
     train.register_autograd(_backward, setup_context=_save)
     namespace = torch.ops.titan_moe
-    register_flop_formula(getattr(namespace, name))(lambda x, weight, *_, **__: 6 * x[0] * prod(weight))
+    register_flop_formula(getattr(namespace, name))(_count_with_gradients)
     register_flop_formula(getattr(namespace, f"{name}_loss"))(lambda x, weight, *_, **__: 2 * x[0] * prod(weight))
     return HeadOps(train, lose)
+
+
+def _count_with_gradients(x: Any, weight: Any, labels: Any, chunk: Any, trains_weight: bool, *_: Any, **__: Any) -> int:
+    return (4 + 2 * trains_weight) * x[0] * prod(weight)
 
 
 def _empty_loss(x_TD: Tensor) -> Tensor:
@@ -159,11 +172,11 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
 
 
 def _of_all_words(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, trains_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     require_words(labels_T, len(weight_VD))
     refuse_cpu(x_TD, "head", "triton")
-    return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens)
+    return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens, trains_weight)
 
 
 def _loss_of_all_words(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:

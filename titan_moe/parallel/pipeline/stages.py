@@ -68,6 +68,8 @@ def find_tied_embedding(
         return None
     by_stage, ranks = parts_by_stage(parts, resolved, meshes), resolved.ranks
     first, last = (tied_weight(by_stage[stage]) if stage in by_stage else None for stage in (0, len(ranks) - 1))
+    if any(weight is not None and not weight.requires_grad for weight in (first, last)):
+        first = last = None  # frozen: there is no gradient to add
     ends = ranks[0], ranks[-1]
     group = None
     if ends[0] != ends[1]:  # every rank takes part in the making of every group

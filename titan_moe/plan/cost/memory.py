@@ -13,6 +13,7 @@ from titan_moe.config.perf import PARKED_CHUNK_BYTES
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.config.recompute import recompute_of
+from titan_moe.config.trainable import num_trained, trains_all
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.pipeline.parts import RankPart
 from titan_moe.plan.pipeline.slabs import ArenaSlabs
@@ -25,15 +26,17 @@ GATHERS_FROM = 2048
 
 def state_bytes(part: RankPart) -> int:
     """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run, without those
-    that rest on the host."""
-    precision = part.recipe.precision
+    that rest on the host. Frozen parameters are in compute's dtype, and that is all."""
+    recipe, precision, trained = part.recipe, part.recipe.precision, trained_of(part)
     kept = BYTES_OF_DTYPE[precision.master] + BYTES_OF_DTYPE[precision.gradients_dtype] + precision.bytes_of_moments
-    return round(parameters_of(part) * kept) - parked_bytes(part)
+    is_whole = trains_all(recipe.model, recipe.optim.trainable)
+    frozen = 0.0 if is_whole else (parameters_of(part) - trained) * BYTES_OF_DTYPE[precision.compute]
+    return round(trained * kept + frozen) - parked_bytes(part)
 
 
 def parked_bytes(part: RankPart) -> int:
     """Count the bytes of a rank's states that rest on the host between optimizer steps."""
-    return round(parameters_of(part) * _parked_bytes_of_a_parameter(part.recipe))
+    return round(trained_of(part) * _parked_bytes_of_a_parameter(part.recipe))
 
 
 def _parked_bytes_of_a_parameter(recipe: Recipe) -> float:
@@ -49,7 +52,9 @@ def window_bytes(part: RankPart) -> float:
     """Bytes of the parked states that are on the GPU at a time, while the optimizer steps: two chunks, or the two
     largest shards."""
     recipe, sizes = part.recipe, resolve(part.recipe.parallel, part.world_size)
-    of_experts = 2 / 3 * experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) / sizes.edp  # gate and up
+    of_experts = (
+        2 / 3 * trained_experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) / sizes.edp
+    )  # gate and up
     of_others = max(module.own_parameters for module in part.count.modules if module.region != "experts") / sizes.fsdp
     largest = max(of_experts, of_others) * _parked_bytes_of_a_parameter(recipe)
     return 2 * max(min(PARKED_CHUNK_BYTES, parked_bytes(part) / 2), largest) if largest else 0.0
@@ -59,14 +64,18 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state.
 
     With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
-    only copies in compute's dtype. These exist for the whole step, or from a layer's forward to its backward: those of
-    all layers at once, unless something is recomputed. Without `has_gradients`, as in the first microbatch, none are
-    accumulated yet.
+    only copies in compute's dtype, of what trains. These exist for the whole step, or from a layer's forward to its
+    backward: those of all layers at once, unless something is recomputed. Without `has_gradients`, as in the first
+    microbatch, none are accumulated yet.
     """
     recipe = part.recipe
     sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
-    dense, experts = part.count.dense_of_a_rank, experts_per_rank(recipe)
+    count = part.count
+    dense, experts = count.dense_of_a_rank, experts_per_rank(recipe)
+    trained_dense, trained = dense, experts
+    if not count.all_train:
+        trained_dense, trained = count.trained_dense_of_a_rank, trained_experts_per_rank(recipe)
     is_unsharded = sizes.experts_are_unsharded(precision)
     copy = compute if precision.compute != precision.parameters else 0
     if not recipe.parallel.accumulate_unsharded:
@@ -74,9 +83,10 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
         number = recipe.model.num_moe_layers
         made_again = len(again.intersection(recipe.model.moe_layers))  # but those of one layer
         share = (number - max(made_again - 1, 0)) / max(number, 1)
-        return round(share * experts * copy if is_unsharded else 0) + replica_bytes_per_rank(recipe)
-    whole = compute + (reduce if has_gradients else 0)
-    gathered = dense * whole + experts * (copy if is_unsharded else whole)
+        return round(share * trained * copy if is_unsharded else 0) + replica_bytes_per_rank(recipe)
+    of_gradients = reduce if has_gradients else 0
+    gathered = dense * compute + trained_dense * of_gradients
+    gathered += trained * copy if is_unsharded else experts * compute + trained * of_gradients
     return round(gathered) + replica_bytes_per_rank(recipe)
 
 
@@ -155,7 +165,7 @@ def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: boo
     """
     width, hidden = recipe.model.expert_width, expert_hidden_size(recipe)
     element = BYTES_OF_DTYPE[recipe.precision.compute]
-    weights = experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) * element
+    weights = trained_experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) * element
     repeated = recompute_of(recipe)  # hidden states until gradients of rows are put, and rows
     again = 2 * hidden if repeated.of("moe_act", "experts") else 0
     rows_again = rows * width * element if "experts" in repeated.layers and not is_native else 0
@@ -182,13 +192,28 @@ def _clone_bytes(recipe: Recipe) -> int:
 
 
 def parameters_of(part: RankPart) -> float:
-    """Count the parameters of a rank's shards; gradients and moments are sharded alike.
+    """Count the parameters of a rank's shards; gradients and moments of those that train are sharded alike.
 
     Dense parameters are sharded over tp, dp_shard and cp; experts over ep and etp, and inside these over edp. Replicas
     divide nothing.
     """
     sizes = resolve(part.recipe.parallel, part.world_size)
     return part.count.dense_of_a_rank / sizes.fsdp + experts_per_rank(part.recipe) / sizes.edp
+
+
+def trained_of(part: RankPart) -> float:
+    """Count those that train."""
+    sizes = resolve(part.recipe.parallel, part.world_size)
+    return part.count.trained_dense_of_a_rank / sizes.fsdp + trained_experts_per_rank(part.recipe) / sizes.edp
+
+
+def trained_experts_per_rank(recipe: Recipe) -> float:
+    """Count those of `experts_per_rank` that train."""
+    patterns = recipe.optim.trainable
+    if trains_all(recipe.model, patterns):
+        return experts_per_rank(recipe)
+    modules = (module for module in modules_of(recipe.model, recipe.parallel) if module.region == "experts")
+    return sum(num_trained(module, recipe.model, patterns) * module.own_parameters for module in modules)
 
 
 def experts_per_rank(recipe: Recipe) -> float:

@@ -28,16 +28,17 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
 from titan_moe.config.recompute import recompute_of
+from titan_moe.config.trainable import trains_head
 from titan_moe.plan.cost.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reduced_bytes, reducing_bytes
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
-    experts_per_rank,
     gathered_bytes,
-    parameters_of,
     state_bytes,
     temporary_bytes,
     temporary_bytes_per_rank,
+    trained_experts_per_rank,
+    trained_of,
     window_bytes,
 )
 from titan_moe.plan.cost.offload import sent_bytes
@@ -58,13 +59,16 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
     is_once = recipe.parallel.accumulate_unsharded
     has_copies = resolve(recipe.parallel, part.world_size).experts_are_unsharded(p)
     is_first = num_microbatches(recipe, part.world_size) == 1  # and the last: nothing is accumulated before
-    parameters = parameters_of(part)
-    gradients = parameters * gradient
+    gradients = trained_of(part) * gradient
     state = state_bytes(part) - gradients
     sent = sent_bytes(recipe)
     arena = arena_bytes_per_rank(recipe, capacity_factor, part.slabs) if part.has_arena(experts) else 0
     # what FSDP gathers for all of forward and backward, and reduces after it
     of_root = (count["embedding"] + count["head"]) / recipe.parallel.tp
+    reduced_root = of_root
+    if not count.all_train:
+        root = (it for it in count.modules if it.region in ("embedding", "head"))
+        reduced_root = sum(count.num_trained(it) * it.parameters for it in root) / recipe.parallel.tp
     of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
     loss = _loss_bytes(recipe) if part.has_head else 0
     of_head = (count["head"] or count["embedding"]) / recipe.parallel.tp * compute if part.has_head else 0
@@ -75,14 +79,15 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
     begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
     begin += delayed + num_kept * of_one + sum(sent[-LAYERS_UNDER_WAY:]) + max(loss, temporary)
     if not is_first:  # sums of the microbatches before; unsharded ones are gathered
-        begin += gradients if not is_once else experts_per_rank(recipe) * gradient if has_copies else 0
+        begin += gradients if not is_once else trained_experts_per_rank(recipe) * gradient if has_copies else 0
 
     are_kept = is_once or recipe.parallel.pp > 1
-    copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.parameters else 0
+    has_casts = has_copies and are_kept and p.compute != p.parameters
+    copies = trained_experts_per_rank(recipe) * compute if has_casts else 0
     accumulated = reduce if is_once and not is_first else 0
-    end = gradients + delayed + temporary + copies + of_root * (compute + accumulated)
+    end = gradients + delayed + temporary + copies + of_root * compute + reduced_root * accumulated
     end += max(num_kept - 1, 0) * of_one + sum(sent[:LAYERS_UNDER_WAY])  # of the others in flight, and on the way back
-    reductions = copies + of_root * (reduce + (accumulated or compute))
+    reductions = copies + reduced_root * (reduce + (accumulated or compute))
     after = gradients + max(reductions, flat_copy_bytes(part), window_bytes(part))
     if recipe.compile.cudagraph == "off":
         return round(state + arena + max(begin, end, after))
@@ -252,7 +257,7 @@ def _loss_bytes(recipe: Recipe) -> int:
     num_tokens = microbatch_tokens(recipe) * p.tp  # ranks of tp have other words
     num_words = m.vocab_size // p.tp
     logits = min(perf.loss_chunk_tokens or num_tokens, num_tokens) * num_words
-    weight = num_words * m.hidden_size
+    weight = num_words * m.hidden_size if trains_head(m, recipe.optim.trainable) else 0
     inputs = num_tokens * m.hidden_size * element * (1 if p.tp == 1 else 2)  # gathered over tp
     if perf.chosen_kernels.head == "triton":
         return inputs + max(logits * element + weight * wide, weight * (wide + element))

@@ -13,15 +13,13 @@ from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.trainable import passes_of
 from titan_moe.plan.choice.hardware import Hardware
 from titan_moe.plan.cost import replicated_grads
 from titan_moe.plan.cost.count import attention_core_flops_per_token
 from titan_moe.plan.cost.links import rows_sent
-from titan_moe.plan.cost.memory import experts_per_rank, parameters_of
+from titan_moe.plan.cost.memory import experts_per_rank, trained_experts_per_rank, trained_of
 from titan_moe.plan.pipeline.parts import RankPart, parts_of
-
-FORWARD_AND_BACKWARD = 6
-"""FLOPs of a multiply-add with a weight: two forward, two for each gradient."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,15 @@ def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Re
     # of a rank between layers; inside layers tp and ulysses have all tokens, and a part of the widths
     num_tokens = t.global_batch_sequences * t.seq_len_tokens // (sizes.dp * sizes.cp * sizes.tp)
     flops = dict.fromkeys(get_args(Region), 0)
+    passes = passes_of(m, recipe.optim.trainable, follows=not part.has_embedding)
     for module in part.count.modules:
-        flops[module.region] += FORWARD_AND_BACKWARD * num_tokens * module.number * module.multiply_adds
-    flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
+        for layer in (None,) if module.layers is None else module.layers:
+            of_input, share = passes[module.path, layer]
+            # two FLOPs of a multiply-add in forward, and for each gradient
+            flops[module.region] += round(2 * (1 + of_input + share) * num_tokens * module.multiply_adds)
+            if module.pair_width and layer is not None:
+                core = attention_core_flops_per_token(m, t.seq_len_tokens, [layer])
+                flops["attention"] += num_tokens * core * (1 + 2 * of_input) // 3
     work = {part: RegionWork(flops=count) for part, count in flops.items()}
     work["attention"] = RegionWork(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
     row_bytes = m.expert_width * BYTES_OF_DTYPE[recipe.precision.compute]
@@ -78,7 +82,7 @@ def update_work(part: RankPart) -> tuple[RegionWork, RegionWork]:
     The norm reads the gradients. Clipping reads and writes them, unless the optimizer's kernel clips. AdamW reads
     parameter, gradient and two moments and writes all but the gradient.
     """
-    recipe, held, precision = part.recipe, parameters_of(part), part.recipe.precision
+    recipe, held, precision = part.recipe, trained_of(part), part.recipe.precision
     master, gradient = BYTES_OF_DTYPE[precision.master], BYTES_OF_DTYPE[precision.gradients_dtype]
     clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
     clip = RegionWork(memory_bytes=held * gradient * (3 if clips_in_a_pass else 1))
@@ -106,19 +110,22 @@ def sharding_bytes(part: RankPart) -> float:
     recipe, p = part.recipe, part.recipe.parallel
     sizes = resolve(p, part.world_size)
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
-    root = sum(module.own_parameters for module in part.count.modules if module.layers is None)
-    blocks = part.count.dense_of_a_rank - root
-    groups = (  # parameters, gathers a microbatch, ranks that share them
-        (root, 1, sizes.fsdp),
-        (blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.fsdp),
+    of_root = [module for module in part.count.modules if module.layers is None]
+    root = sum(module.own_parameters for module in of_root)
+    trained_root = sum(part.count.num_trained(module) * module.own_parameters for module in of_root)
+    blocks, trained_blocks = part.count.dense_of_a_rank - root, part.count.trained_dense_of_a_rank - trained_root
+    groups = (  # parameters, those that train, gathers a microbatch, ranks that share them
+        (root, trained_root, 1, sizes.fsdp),
+        (blocks, trained_blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.fsdp),
         (
             experts_per_rank(recipe),
+            trained_experts_per_rank(recipe),
             1 + (p.reshard_experts_after_forward and not p.accumulate_unsharded),
             sizes.edp,
         ),
     )
     num_bytes = 0.0
-    for size, num_gathers, num_ranks in groups:
-        num_bytes += size * (1 - 1 / num_ranks) * (num_gathers * gathered + summed)
-        num_bytes += 2 * size / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
+    for size, trained, num_gathers, num_ranks in groups:
+        num_bytes += (1 - 1 / num_ranks) * (size * num_gathers * gathered + trained * summed)
+        num_bytes += 2 * trained / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
     return num_bytes * (1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size))

@@ -11,6 +11,8 @@ from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import PartsByLayer, entries_of, recompute_of
+from titan_moe.config.train import OptimConfig
+from titan_moe.config.trainable import NOTHING, names_of, rows_in_order, trains
 from titan_moe.plan.cost.count import ParameterCount
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.schedules import Measure, measure_rank
@@ -59,7 +61,8 @@ class RankPart:
         lacks = [] if self.has_embedding else ["embed"]
         lacks += [] if self.has_head else ["norm", "head"]
         modules = modules_of(model, self.recipe.parallel)
-        return ParameterCount(tuple(module for module in modules if module.path not in lacks))
+        kept = tuple(module for module in modules if module.path not in lacks)
+        return ParameterCount(kept, model, self.recipe.optim.trainable)
 
 
 def parts_of(recipe: Recipe, world_size: int) -> list[RankPart]:
@@ -89,8 +92,9 @@ def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Itera
     with_rows = {at: len(set(own) - again.of("experts")) for at, own in of_stages.items()}
     with_hidden = {at: len(set(own) - again.of("experts", "moe_act")) for at, own in of_stages.items()}
     of_precision, of_memory = _precision_of(recipe, layers), _memory_of(recipe, layers)
+    own = replace(recipe, model=model.with_layers(layers), precision=of_precision, memory=of_memory)
     return RankPart(
-        replace(recipe, model=model.with_layers(layers), precision=of_precision, memory=of_memory),
+        replace(own, optim=_optim_of(recipe, layers)),
         world_size,
         "embed" in names,
         "head" in names,
@@ -114,6 +118,21 @@ def _precision_of(recipe: Recipe, layers: list[int]) -> PrecisionConfig:
         if module.layer in layers and precision.format_of(module.part) != "compute" and why_kept(recipe, module)
     )
     return replace(precision, modules_in_compute=kept, num_layers_at_start_in_compute=0, num_layers_at_end_in_compute=0)
+
+
+def _optim_of(recipe: Recipe, layers: list[int]) -> OptimConfig:
+    """What trains of some layers, by their numbers among these alone."""
+    optim = recipe.optim
+    if not optim.trainable:
+        return optim
+    own = {layer: number for number, layer in enumerate(layers)}
+    names = []
+    for row, layer in rows_in_order(recipe.model):
+        if layer is None or layer in own:
+            renamed = names_of(row, layer if layer is None else own[layer])
+            both = zip(names_of(row, layer), renamed, strict=True)
+            names += [new for (old, _), (new, _) in both if trains(old, optim.trainable)]
+    return replace(optim, trainable=tuple(names) or NOTHING)
 
 
 def _memory_of(recipe: Recipe, layers: list[int]) -> MemoryConfig:

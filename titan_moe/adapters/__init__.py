@@ -1,0 +1,1 @@
+"""What trains beside frozen weights, and what is frozen."""

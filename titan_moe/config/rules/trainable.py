@@ -1,0 +1,24 @@
+"""Rules of frozen parameters."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import Problem, row, rule, rules_in
+from titan_moe.config.trainable import all_names, freezes_experts, unmatched
+
+
+@rule("a pattern that matches nothing would train less than is meant", "optim.trainable")
+def patterns_match_parameters(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.optim.trainable and recipe.model.class_ == ModelConfig.class_:  # of another class a run knows the names
+        for problem in unmatched(all_names(recipe.model), recipe.optim.trainable):
+            yield Problem(problem, hint="a pattern of a parameter's name")
+
+
+clones_are_of_trained_experts = row(
+    "weights and gradients of clones are sent together, and frozen experts have none",
+    lambda r: bool(r.optim.trainable) and r.parallel.expert_clones != "off" and freezes_experts(r),
+    "{parallel.expert_clones} needs routed experts that {optim.trainable} trains",
+)
+
+TRAINABLE_RULES = rules_in(globals())
