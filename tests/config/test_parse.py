@@ -9,7 +9,7 @@ import pytest
 
 from titan_moe.config import Recipe, RecipeError, dump_recipe, load_recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig
-from titan_moe.config.parse import blame
+from titan_moe.config.parse import blame, recipe_of
 from titan_moe.config.schema import all_keys
 from titan_moe.config.train import RunConfig
 
@@ -54,6 +54,29 @@ def test_parse_sets_fields(tmp_path: Path) -> None:
     assert recipe.model.moe.score_fn == "sigmoid"
     assert recipe.metrics.tensorboard is False
     assert recipe.optim == Recipe().optim
+
+
+def test_parse_table_of_names_is_merged_name_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "base.toml", '[validation.sets]\ncode = "a.txt"\n"my set" = "~/b.txt"')
+    file = write(tmp_path, "r.toml", 'base = "base.toml"\n[validation]\nsets = { code = "c.txt", d = "d.txt" }')
+    recipe = load_recipe(file, ["--validation.sets.d=e.txt", "--validation.sets.f", "f.txt"])
+    sets = {"code": "c.txt", "my set": os.path.expanduser("~/b.txt"), "d": "e.txt", "f": "f.txt"}
+    assert recipe.validation.sets == sets and hash(recipe) == hash(recipe)
+    assert load_recipe(write(tmp_path, "again.toml", dump_recipe(recipe))) == recipe
+    assert recipe_of({"validation.sets": sets}, "here").validation.sets == sets
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("sets = 3", "validation.sets = 3 must be a table of strings; set its names one by one: validation.sets.NAME"),
+        ("sets = { a = 3 }", "validation.sets.a = 3 must be a string"),
+        ("[validation.sets.a]\nb = 3", "validation.sets.a = a table must be a string"),
+    ],
+)
+def test_parse_table_has_strings(tmp_path: Path, text: str, problem: str) -> None:
+    file = write(tmp_path, "r.toml", f"[validation]\n{text}")
+    assert problems_of(file) == [f"{file}: {problem}"]
 
 
 def test_parse_merges_bases_key_by_key(tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ def test_renamed_keys_are_no_keys_and_new_ones_are() -> None:
 
 NO_FIELD = "no field"
 KEYS_OF_OTHERS = """
-epochs                                  train.steps (epochs *
+total_tokens                            train.tokens
 max_steps                               train.steps
 save_steps                              checkpoint.every_steps
 logging_steps                           metrics.every_steps
 eval_steps                              validation.every_steps
-num_train_epochs                        train.steps (epochs *
+num_train_epochs                        train.epochs
 gradient_checkpointing                  memory.recompute (true -> "block")
 gradient_accumulation_steps             train.global_batch_sequences (gradient_accumulation_steps *
 per_device_train_batch_size             train.micro_batch_sequences

@@ -438,11 +438,28 @@ BROKEN = {
     ),
     "synthetic_data_holds_out_no_share": ("--data.source=synthetic", "data.holdout_fraction = 0.1 has no effect"),
     "validation_has_data": ("--data.holdout_fraction=0", "needs documents that training does not see"),
+    "own_validation_leaves_nothing_held_out": (
+        "--validation.path=other.txt",
+        'validation.path = "other.txt" and data.holdout_fraction = 0.1 both give data',
+    ),
+    "synthetic_data_validates_itself": (
+        "--data.source=synthetic --data.holdout_fraction=0 --metrics.sample_tokens=0 --validation.sets.code=a.txt",
+        'data.source = "synthetic" has no tokens in common with validation.path = "" and validation.sets = { code =',
+    ),
+    "sets_have_plain_names": ("--validation.sets.a/b=x.txt", 'validation.sets has the name "a/b"'),
     "sample_has_a_tokenizer": (
         "--data.source=tokens --data.tokenizer=",
         "metrics.sample_tokens = 8 cannot be read with data.tokenizer",
     ),
     "sample_has_a_prompt": ("--data.source=synthetic", 'needs held-out text, but data.source = "synthetic" has none'),
+    "one_length_is_given": (
+        "--train.tokens=1000 --train.epochs=2",
+        "train.steps = 100, train.tokens = 1000 and train.epochs = 2 are not all left at their defaults but one",
+    ),
+    "epochs_have_an_end": (
+        "--train.epochs=2 --data.source=auto --data.path=a.jsonl --data.is_streamed=true --data.holdout_fraction=0",
+        'train.epochs = 2 cannot be counted with data.source = "auto" and data.is_streamed = true',
+    ),
     "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "keep_latest = 1 is too few; 0 keeps all"),
     "best_needs_a_validation": (
         "--checkpoint.keep_best=true --validation.every_steps=0",
@@ -494,7 +511,7 @@ def test_ways_out_of_broken_recipes_pass(empty_file: Path) -> None:
             after = check_rules(load_recipe(empty_file, [*words, *way]), 8)
             assert len(after) < len(before), (name, way, after)
         without |= set() if ways else {name}
-    assert without == {"source_has_a_path"}, "it names a path in words"
+    assert without == {"source_has_a_path", "sets_have_plain_names"}, "they name a path or a name in words"
 
 
 def test_rules_each_have_a_broken_recipe_and_fields() -> None:
@@ -826,6 +843,10 @@ def test_rules_with_several_cases_refuse_each(
         "--model.attention.sliding_window=9999 --model.attention.full_attention_every=4",  # a window may hide nothing
         "--data.source=synthetic --data.holdout_fraction=0 --metrics.sample_tokens=0",  # makes its own held-out data
         "--data.source=datasets --data.is_streamed=true --data.holdout_fraction=0",  # the first documents are held out
+        "--data.source=auto --data.path=a.parquet --data.is_streamed=true --data.holdout_fraction=0",
+        "--data.holdout_fraction=0 --validation.path=other.txt",
+        "--train.epochs=2.5 --profile.start_step=500",  # whose end is known once the data is
+        "--data.holdout_fraction=0 --validation.sets.code=code",
         "--optim.warmup_steps=60 --optim.decay_steps=50 --train.steps=20",  # the schedule adapts itself
         "--checkpoint.keep_latest=0",
         "--checkpoint.keep_best=true --validation.every_steps=5 --checkpoint.every_steps=10",

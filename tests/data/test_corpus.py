@@ -61,12 +61,15 @@ def test_holdout_of_all_documents_is_refused(corpus: Corpus) -> None:
         split_holdout(corpus, 0.95, seq_len_tokens=1)
 
 
-def test_holdout_of_one_document_cannot_be_lowered() -> None:
-    corpus = Corpus([np.arange(9)], np.array([9]), vocab_size=256)
-    with pytest.raises(ValueError, match="holds out 1 of 1 documents") as refused:
-        split_holdout(corpus, 0.1, seq_len_tokens=1)
-    assert "lower it" not in str(refused.value)
-    assert "add documents (a text file, a row," in str(refused.value) and "or set it to 0" in str(refused.value)
+@pytest.mark.parametrize(("fraction", "seq_len", "num_held_out"), [(0.1, 1, 2), (0.3, 1, 6), (0.1, 5, 6)])
+def test_holdout_of_one_document_is_its_end(fraction: float, seq_len: int, num_held_out: int) -> None:
+    corpus = Corpus([np.arange(20)], np.array([20]), vocab_size=256)
+    training, held_out = split_holdout(corpus, fraction, seq_len)
+    assert held_out.num_tokens == num_held_out
+    assert held_out[0].tokens.tolist() == list(range(20 - num_held_out, 20 - num_held_out + seq_len + 1))
+    assert training[len(training) - 1].tokens.max() < 20 - num_held_out
+    with pytest.raises(ValueError, match="gives 0 training tokens"):
+        split_holdout(corpus, 0.1, seq_len_tokens=19)
 
 
 def test_corpus_below_one_sequence_is_refused(corpus: Corpus) -> None:

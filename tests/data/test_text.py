@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from titan_moe.config.data_files import find_files
 from titan_moe.data.bad_rows import BadRowError
-from titan_moe.data.text import find_files, find_text_files, read_documents
+from titan_moe.data.text import find_text_files, read_documents
 
 
 def test_text_glob_finds_files_at_any_depth_in_order(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ GERMAN = "Die Prüfung über größere Mengen fällt später auf schöne Straße
         (gzip.compress(GERMAN.encode()), "a.txt is compressed by gzip, .*; decompress it first: gunzip"),
         (b"\x7fELF\x02\x01", r"a.txt is a program \(ELF\)"),
         (b"%PDF-1.7 ...", "a.txt is a PDF, .*pdftotext"),
-        (b"PAR1....PAR1", 'a.txt is a Parquet table, .*; set data.source = "datasets", data.path = "parquet"'),
+        (b"PAR1....PAR1", 'a.txt is a Parquet table, .*; give it the ending .parquet and set data.source = "auto"'),
     ],
 )
 def test_text_that_is_none_is_refused_by_name(tmp_path: Path, data: bytes, words: str) -> None:

@@ -15,7 +15,8 @@ from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig
-from titan_moe.config.train import MetricsConfig, TrainConfig
+from titan_moe.config.schema import Table
+from titan_moe.config.train import MetricsConfig, TrainConfig, ValidationConfig
 from titan_moe.metrics.meter import Meter
 from titan_moe.metrics.tensorboard import CELL_PIXELS, WHITE_LOAD
 
@@ -26,13 +27,24 @@ FIELDS = {
 COUNTS = {"layers.1.moe": torch.tensor([1, 3]), "layers.2.moe": torch.tensor([2, 2])}
 
 
-def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, load="none", ep=1, cudagraph="off"):
+def build(
+    folder,
+    every_steps=4,
+    total_steps=10,
+    is_main=True,
+    tensorboard=False,
+    load="none",
+    ep=1,
+    cudagraph="off",
+    **sections,
+):
     recipe = Recipe(
         model=ModelConfig(moe=MoEConfig(num_experts=8, top_k=2)),
         parallel=ParallelConfig(ep=ep),
         compile=CompileConfig(cudagraph=cudagraph),
         metrics=MetricsConfig(every_steps=every_steps, tensorboard=tensorboard),
         train=TrainConfig(steps=total_steps, forced_load=load),
+        **sections,
     )
     device = torch.device("cpu")
     options = {"flops_per_token": 1e6, "device": device, "num_ranks": 2, "is_main": is_main}
@@ -100,6 +112,16 @@ def test_meter_resume_continues_the_file(tmp_path):
         (1, False), (4, False), (4, True), (6, False), (8, False), (10, False), (10, True)
     ]  # fmt: skip
     assert found[3]["tokens_seen"] == 384 and found[2] == {"step": 4, "validation_loss": 1.5}
+
+
+def test_meter_writes_the_losses_of_sets(tmp_path, capsys):
+    meter = build(tmp_path, validation=ValidationConfig(sets=Table(code="a", web="b")))
+    meter.start(0, 0)
+    assert meter.log_validation(4, torch.tensor(1.5), {"code": torch.tensor(1.0), "web": 2.0})["validation_loss"] == 1.5
+    assert records(tmp_path)[-1] == {
+        "step": 4, "validation_loss": 1.5, "validation_loss/code": 1.0, "validation_loss/web": 2.0
+    }  # fmt: skip
+    assert "validation loss 1.5000  code 1.0000  web 2.0000" in capsys.readouterr().out
 
 
 def test_meter_other_ranks_write_nothing(tmp_path, capsys):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from titan_moe.config import Recipe, load_recipe
+from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.parse import dump_recipe
 from titan_moe.metrics import table
 from titan_moe.metrics.table import Metric
@@ -61,6 +61,32 @@ def test_trainer_learns_and_reports_every_step(tiny) -> None:
         seconds = record["step_ms"] / 1e3
         assert record["tokens_per_second_per_gpu"] == pytest.approx(4 * 32 / seconds)
     assert records[0]["loss"] > 4 and records[-1]["loss"] < 2.5
+
+
+@pytest.mark.slow
+def test_trainer_tells_its_data_and_counts_epochs(tiny, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = tiny(*TEXT, text, "--train.epochs=1.5", "--checkpoint.every_steps=10")
+    with caplog.at_level("INFO"):
+        assert run.train() == 0
+    files = sorted(Path(text.partition("=")[2]).parent.iterdir())
+    sizes = [file.stat().st_size + 1 for file in files]
+    samples = (sum(sizes[:8]) - 1) // 32
+    steps = int(1.5 * samples / 4 + 0.5)
+    (said,) = [message for message in caplog.messages if message.startswith("data: ")]
+    assert said.startswith(
+        f"data: {sum(sizes):,} tokens in 10 documents; held out {sum(sizes[8:]):,} in 2 documents; "
+        f"an epoch is {samples * 32:,} tokens; this run is {steps} steps of 128: {steps * 128:,} tokens, "
+        f"{steps * 4 / samples:.3g} epochs, 0.031 a parameter"
+    )
+    assert [record["step"] for record in run.records] == list(range(1, steps + 1))
+    assert run.column("epoch") == [step * 4 / samples for step in range(1, steps + 1)]
+    assert run.records[-1]["lr"] == pytest.approx(1e-3), "the schedule ends with the run"
+    saved = load_recipe(Path(run.folder) / "recipe.toml").train
+    assert (saved.steps, saved.tokens, saved.epochs) == (steps, 0, 0.0)
+    assert run.train("--train.epochs=0", f"--train.tokens={(steps + 2) * 128}") == 0  # goes on
+    assert run.records[-1]["step"] == steps + 2
+    with pytest.raises(RecipeError, match="profile.start_step . num_steps ends at step .*, after train.steps"):
+        trainer.run(load_recipe(Path(run.folder) / "recipe.toml", ["--train.epochs=1", "--profile.start_step=90"]))
 
 
 def test_a_metric_is_one_line(tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,12 +185,15 @@ def test_trainer_losses_do_not_depend_on_microbatches(tiny) -> None:
 def test_trainer_validation_loss_equals_brute_force(tiny, text: str, document_attention: str) -> None:
     run = tiny(*TEXT, text, f"--data.document_attention={document_attention}", "--train.micro_batch_sequences=2")
     words = ("--train.steps=6", "--validation.every_steps=4", "--checkpoint.every_steps=4")
-    assert run.train(*words, "--validation.num_sequences=6") == 0
+    folder = Path(text.partition("=")[2]).parent  # the held-out documents again, as data of a set
+    sets = (f"--validation.sets.again={folder}/[89].txt", f"--validation.sets.first={folder}/0.txt")
+    assert run.train(*words, "--validation.num_sequences=6", *sets) == 0
     assert [record["step"] for record in run.records if "validation_loss" in record] == [4, 6]
 
     model = runpy.run_path(str(EXAMPLE))["load_last"](run.folder)
     expected = brute_force_loss(model, text.partition("=")[2], 6, document_attention == "true")
     assert run.column("validation_loss")[-1] == pytest.approx(expected, rel=1e-5)
+    assert run.column("validation_loss/again") == run.column("validation_loss") != run.column("validation_loss/first")
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, get_args, get_origin
 from titan_moe.config.nearest import unknown_key
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.renamed import REMOVED, values_before
-from titan_moe.config.schema import Key, all_keys, counted, cut, in_toml, keys_of, shown, type_in_words
+from titan_moe.config.run_length import is_given, without_length
+from titan_moe.config.schema import Key, Table, all_keys, counted, cut, in_toml, keys_of, shown, type_in_words
 from titan_moe.config.toml_file import read_toml
 
 COMMAND_LINE = "command line"
@@ -27,6 +28,8 @@ PATHS = {
     "data.tokenizer",
     "data.cache_folder",
     "data.chat.template",
+    "validation.path",
+    "validation.sets",
     "checkpoint.load_from",
 }
 """Fields with a path or a glob, in which `~` is the home folder: no shell expands it in `--run.folder=~/run`."""
@@ -70,7 +73,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     problems: list[str] = []
     settings = _read_with_bases(Path(path), (), problems)
     settings |= _of_a_run(Path(path), settings)
-    settings |= _read_overrides(overrides, problems)
+    settings = _merged(settings, _read_overrides(overrides, problems))
     recipe = _build(Recipe, "", settings, problems)
     if problems:
         raise RecipeError(problems)
@@ -85,7 +88,7 @@ def recipe_of(fields: Mapping[str, Any], source: str, overrides: Sequence[str] =
     problems: list[str] = []
     known = {dotted: value for dotted, value in fields.items() if dotted in all_keys(Recipe)}
     settings = {dotted: Setting(value, source) for dotted, value in known.items()}
-    recipe = _build(Recipe, "", settings | _read_overrides(overrides, problems), problems)
+    recipe = _build(Recipe, "", _merged(settings, _read_overrides(overrides, problems)), problems)
     if problems:
         raise RecipeError(problems)
     return recipe
@@ -145,10 +148,16 @@ def _read_with_bases(path: Path, children: tuple[Path, ...], problems: list[str]
     if isinstance(base, str) and not base.isprintable():
         problems.append(f"{path}: base = {shown(base)} must be a path, without control characters")
     elif isinstance(base, str):
-        return _read_with_bases(path.parent / os.path.expanduser(base), (*children, path), problems) | settings
+        return _merged(_read_with_bases(path.parent / os.path.expanduser(base), (*children, path), problems), settings)
     elif base is not None:
         problems.append(f"{path}: base = {shown(base)} must be a string, the path of a recipe relative to this file")
     return settings
+
+
+def _merged(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
+    """Settings of two sources. The nearer one decides, and alone says how long a run is if it says anything of it."""
+    says_length = any(is_given(dotted, setting.value) for dotted, setting in above.items())
+    return (without_length(below) if says_length else below) | above
 
 
 def _of_a_run(path: Path, settings: dict[str, Setting]) -> dict[str, Setting]:
@@ -168,6 +177,8 @@ def _flatten(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, 
         dotted = f"{prefix}{name if name and '.' not in name else in_toml(name)}"
         if isinstance(value, dict) and dotted in known and known[dotted].is_section:
             settings |= _flatten(value, source, f"{dotted}.")
+        elif isinstance(value, dict) and dotted in known and known[dotted].is_table:
+            settings |= {f"{dotted}.{inner}": Setting(entry, source) for inner, entry in value.items()}
         else:
             settings[dotted] = Setting(value, source)
     return settings
@@ -211,10 +222,13 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
             values[key.attribute] = _build(key.type, f"{key.dotted}.", settings, problems)
             if key.dotted in settings:
                 problems.append(f"{settings[key.dotted].source}: {key.dotted} is a section; set its keys one by one")
+        elif key.is_table:
+            values[key.attribute] = _table(key, settings, problems)
         elif key.dotted in settings:
             values[key.attribute] = _convert(key, settings[key.dotted], problems)
     if not prefix:
-        unknown = [dotted for dotted in settings if dotted not in all_keys(section)]
+        tables = tuple(f"{key.dotted}." for key in all_keys(section).values() if key.is_table)
+        unknown = [name for name in settings if name not in all_keys(section) and not name.startswith(tables)]
         for dotted in unknown[:MAX_UNKNOWN]:
             value, source, _ = settings[dotted]
             problems.append(f"{source}: {unknown_key(dotted, is_section=isinstance(value, dict))}")
@@ -223,6 +237,25 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
                 f"{settings[rest[0]].source}: {counted(len(rest), 'more key')} not known, from {cut(rest[0])} on"
             )
     return section(**values)
+
+
+def _table(key: Key, settings: dict[str, Setting], problems: list[str]) -> Table:
+    """A table of names, of which each source may set some."""
+    inner = {dotted: setting for dotted, setting in settings.items() if dotted.startswith(f"{key.dotted}.")}
+    if (whole := settings.get(key.dotted)) is not None:
+        value = _from_text(dict, whole.value) if whole.is_text else whole.value
+        if not isinstance(value, dict):
+            words = f"{key.dotted} = {shown(value)} must be {type_in_words(key)}"
+            problems.append(f"{whole.source}: {words}; set its names one by one: {key.dotted}.NAME")
+            return key.default
+        inner = {f"{key.dotted}.{name}": Setting(entry, whole.source) for name, entry in value.items()} | inner
+    values = {}
+    for dotted, (value, source, _) in inner.items():
+        if must_be := "a string" if type(value) is not str else _limit(value):
+            problems.append(f"{source}: {cut(dotted)} = {shown(value)} must be {must_be}")
+            continue
+        values[dotted.removeprefix(f"{key.dotted}.")] = os.path.expanduser(value) if key.dotted in PATHS else value
+    return Table(values)
 
 
 def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
@@ -280,6 +313,8 @@ def _from_text(annotation: Any, text: str) -> Any:
             return annotation(text)
         except (ValueError, OverflowError):
             pass
+    if annotation is dict and not text:
+        return {}
     if get_origin(annotation) is tuple:
         return _list_from_text(text, get_args(annotation)[0])
     return text

@@ -41,9 +41,8 @@ SPELLINGS = {
     "train.steps": "train_iters max_steps num_steps_total total_steps max_iters max_train_steps "
     "num_iterations train.num_steps",
     "train.steps (train_samples / global_batch_size)": "train_samples",
-    "train.steps (epochs * sequences of the data / global_batch_sequences)": "epochs epoch num_epochs max_epochs "
-    "num_train_epochs train_epochs",
-    "train.steps (tokens / (global_batch_sequences * seq_len_tokens))": "train_tokens max_tokens num_tokens",
+    "train.epochs": "epoch num_epochs max_epochs num_train_epochs train_epochs",
+    "train.tokens": "train_tokens max_tokens num_tokens total_tokens",
     "train.seq_len_tokens": "seq_len seq_length max_seq_len max_seq_length max_length sequence_len sequence_length "
     "cutoff_len block_size model_max_length context_length packed_sequence_size",
     "train.global_batch_sequences": "batch_size global_batch_size train_batch_size global_train_batch_size",

@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.renamed import values_before
-from titan_moe.config.schema import all_keys, in_toml, keys_of
+from titan_moe.config.schema import Table, all_keys, in_toml, keys_of
 
 
 class Change(Enum):
@@ -52,7 +52,7 @@ CHANGES: dict[str, Change] = {
     "optim": LOGGED,
     "optim.trainable": REFUSED,  # frozen parameters have no moments, and are saved in compute's dtype
     "data": LOGGED,
-    "data.source": REFUSED,
+    "data.source": SAME_CONTENT,
     "data.format": REFUSED,
     "data.chat": SAME_CONTENT,
     "data.path": SAME_CONTENT,
@@ -119,6 +119,7 @@ def compare(saved: Mapping[str, Any], recipe: Recipe) -> RecipeChanges:
         before = saved.get(dotted, keys[dotted].default)
         if keys[dotted].is_list:
             before = tuple(before)  # JSON has lists
+        before = Table(before) if keys[dotted].is_table else before
         change = LOGGED if {before, value}.issubset(SAME.get(dotted, ())) else change_of(dotted)
         if before != value and (found := lists.get(change)) is not None:
             found.append(f"{dotted} = {in_toml(value)} (was {in_toml(before)})")

@@ -6,6 +6,7 @@ Parsing, writing and explaining recipes use this schema, so a new field needs no
 import ast
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -32,6 +33,13 @@ class OneOf(NamedTuple):
     """How a user adds a row, for errors."""
 
 
+class Table(dict[str, str]):
+    """Texts by names of the user's own. It is never changed, so that a recipe can be hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
 @dataclass(frozen=True)
 class Key:
     """A field or a section of recipes, with its dotted name."""
@@ -42,7 +50,7 @@ class Key:
     """Name of the field in Python: `class_` for the key `class`."""
     type: Any
     """`int`, `float`, `bool`, `str`, a tuple of `str`, `int` or `float`, a `Literal`, a string annotated with
-    `OneOf`, a number or one word (`float | Literal["auto"]`), or the dataclass of a section."""
+    `OneOf`, a number or one word (`float | Literal["auto"]`), a `Table`, or the dataclass of a section."""
     default: Any
     """Default of a field; None for a section."""
     owner: type
@@ -92,6 +100,11 @@ class Key:
     def is_list(self) -> bool:
         """Whether the value is a list."""
         return get_origin(self.type) is tuple
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the value has names of the user's own."""
+        return self.type is Table
 
     @property
     def entry_type(self) -> type:
@@ -151,6 +164,8 @@ def type_in_words(key: Key) -> str:
     """Describe the type of a value: `an integer`, `one of "bf16", "fp32"`."""
     if key.choices:
         return "one of " + ", ".join(in_toml(choice) for choice in key.choices)
+    if key.is_table:
+        return "a table of strings"
     if key.is_list:
         return f"a list of {ENTRIES[key.entry_type]}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.plain_type]
@@ -165,7 +180,14 @@ def in_toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(in_toml(entry) for entry in value)}]"
+    if isinstance(value, dict):
+        entries = ", ".join(f"{_name(name)} = {in_toml(entry)}" for name, entry in value.items())
+        return f"{{ {entries} }}" if entries else "{}"
     return str(value)
+
+
+def _name(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else in_toml(name)
 
 
 def shown(value: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from titan_moe.config.chat import ChatConfig
 from titan_moe.config.forced_loads import FORCED_LOADS, NO_LOAD
-from titan_moe.config.schema import OneOf
+from titan_moe.config.schema import OneOf, Table
 
 SAMPLE_PROMPT_TOKENS = 64
 """Length of the held-out prompt for `metrics.sample_tokens`."""
@@ -50,7 +50,14 @@ class TrainConfig:
     """Steps and batch sizes."""
 
     steps: int = 100
-    """Optimizer steps of the run, including those before a resume."""
+    """Optimizer steps of the run, including those before a resume. One of `steps`, `tokens` and `epochs` says how long
+    a run is; the command line decides before the recipe, the recipe before its base."""
+    tokens: int = 0
+    """Tokens of the run instead of `steps`, rounded to whole steps; 0 if they are not given. The recipe in the run
+    folder has the steps."""
+    epochs: float = 0.0
+    """Passes over the data instead of `steps`, rounded to whole steps; 0 if they are not given. The size of a stream is
+    unknown. A resume of the run's own recipe keeps the steps if the data has grown; this field counts them again."""
     seq_len_tokens: int = 256
     """Tokens per sequence (N)."""
     global_batch_sequences: int = 8
@@ -121,9 +128,12 @@ class OptimConfig:
 class DataConfig:
     """The source of tokens, and how they are packed into sequences."""
 
-    source: Literal["synthetic", "text", "datasets", "tokens"] = "synthetic"
+    source: Literal["synthetic", "auto", "text", "datasets", "tokens"] = "synthetic"
     """The source of the data.
     `synthetic`: Learnable random tokens.
+    `auto`: What `path` names: local files by their ending, a folder of them, or a hub name. Endings are .txt (a file is
+    a document), .jsonl, .json (an array of records, or JSON lines), .parquet, .arrow (a row is a document), any of
+    these with .gz or .zst behind it, and .bin and .npy (token ids).
     `text`: Local text files.
     `datasets`: Hugging Face `datasets`, from the hub or from local files.
     `tokens`: Flat binary files of token ids."""
@@ -132,9 +142,10 @@ class DataConfig:
     `text`: A document, in the column `text_column`.
     `chat`: A conversation, of which the answers are learned (`data.chat`). It needs the package `transformers`."""
     path: str = ""
-    """For the source `text` a glob of files (`**` allowed; `python-stdlib` stands for the standard library sources of
-    the running Python), for `datasets` a hub name, a local folder or a file type such as `json`, for `tokens` a glob of
-    binary files (indexes of Megatron among them are read as such)."""
+    """For the source `auto` a file, a glob (`**` allowed), a folder with files of one kind, or a hub name, for `text` a
+    glob of files (`python-stdlib` stands for the standard library sources of the running Python), for `datasets` a hub
+    name, a local folder or a file type such as `json`, for `tokens` a glob of binary files (indexes of Megatron among
+    them are read as such)."""
     files: str = ""
     """Source `datasets`: glob of local data files, if `path` is a file type."""
     subset: str = ""
@@ -142,9 +153,10 @@ class DataConfig:
     split: str = "train"
     """Source `datasets`: split."""
     text_column: str = "text"
-    """Source `datasets`: column with the text."""
+    """Column with the text, of rows. Where the default is not there, `content` or the only column of strings is taken,
+    and the log says so."""
     is_streamed: bool = False
-    """Source `datasets`: stream instead of downloading first."""
+    """Stream rows instead of downloading and tokenising all of them first."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Source `tokens`: dtype of the stored ids, little-endian, of files that do not say it themselves. These do: arrays
     of NumPy (`.npy`), files of llm.c, and files of Megatron, whose index (`.idx`) also says where documents end."""
@@ -162,9 +174,9 @@ class DataConfig:
     is_shuffled: bool = True
     """Read the sequences of an epoch in a seeded random order. Streams keep their own order."""
     holdout_fraction: float = 0.0
-    """Fraction of the documents held out for validation, the last ones. Must be 0 for a stream, whose length is
-    unknown: its first documents are held out, as many as validation needs. Must be 0 for synthetic data, of which
-    validation draws other sequences."""
+    """Fraction of the documents held out for validation, the last ones; of a single document the end of it. Must be 0
+    for a stream, whose length is unknown: its first documents are held out, as many as validation needs. Must be 0 for
+    synthetic data, of which validation draws other sequences."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What happens to a row that cannot be trained on: one without text, or of invalid JSON, a conversation that
     the template refuses or without an answer, or a sequence of a token file with an id outside the vocabulary.
@@ -177,6 +189,11 @@ class DataConfig:
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Conversations."""
 
+    @property
+    def streams(self) -> bool:
+        """Whether rows are read as they come."""
+        return self.source in ("auto", "datasets") and self.is_streamed
+
 
 @dataclass(frozen=True)
 class ValidationConfig:
@@ -185,7 +202,22 @@ class ValidationConfig:
     every_steps: int = 0
     """Steps between validations. There is one after the last step too. 0 disables validation."""
     num_sequences: int = 64
-    """Sequences per validation, the same ones every time."""
+    """Sequences per validation, the same ones every time; of each of `sets` as many."""
+    path: str = ""
+    """Data of its own, read as `source` says: what `data.path` may be. Empty: what `data.holdout_fraction` holds out,
+    or the first documents of a stream."""
+    source: Literal["auto", "text", "datasets", "tokens"] = "auto"
+    """How `path` and `sets` are read: as `data.source` says. Tokenizer and column of text are those of `[data]`."""
+    split: str = "validation"
+    """Split of a hub name in `path` or `sets`."""
+    sets: Table = Table()
+    """Further data by names of yours: `code = "code/*.jsonl"` in `[validation.sets]`, or `--validation.sets.code=...`,
+    logs `validation_loss/code`. Where nothing else is held out, `validation_loss` is the mean of theirs."""
+
+    @property
+    def has_own_data(self) -> bool:
+        """Whether there is data that training does not see, whatever is held out."""
+        return bool(self.path or self.sets)
 
 
 @dataclass(frozen=True)

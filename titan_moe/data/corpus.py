@@ -33,8 +33,11 @@ class Corpus:
         content_hash: str = "",
         bad_rows: BadRows | None = None,
         has_indexes: bool = False,
+        knows_documents: bool = True,
     ) -> None:
-        """`has_indexes`: the tokens do not tell where documents end, so the fingerprint does."""
+        """`has_indexes`: the tokens do not tell where documents end, so the fingerprint does. Without
+        `knows_documents` the ends are those of files."""
+        self.knows_documents = knows_documents
         self._has_indexes = has_indexes
         self.document_ends = document_ends
         self._content_hash = content_hash
@@ -112,11 +115,17 @@ class CorpusSamples:
     def __init__(self, corpus: Corpus, start: int, stop: int, seq_len_tokens: int) -> None:
         self._corpus = corpus
         self._start = start
+        self._num_tokens = stop - start
         self._seq_len_tokens = seq_len_tokens
         self._num_samples = max(0, (stop - start - 1) // seq_len_tokens)
 
     def __len__(self) -> int:
         return self._num_samples
+
+    @property
+    def num_tokens(self) -> int:
+        """With those after the last whole sample."""
+        return self._num_tokens
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < self._num_samples:
@@ -126,7 +135,8 @@ class CorpusSamples:
 
 
 def split_holdout(corpus: Corpus, holdout_fraction: float, seq_len_tokens: int) -> tuple[CorpusSamples, CorpusSamples]:
-    """Split the corpus into training and held-out samples. The last whole documents are held out, at least one.
+    """Split the corpus into training and held-out samples. The last whole documents are held out, at least one; of a
+    single document its end, one sequence at least.
 
     Raises: ValueError if no document, or less than one sequence, is left for training.
     """
@@ -134,18 +144,16 @@ def split_holdout(corpus: Corpus, holdout_fraction: float, seq_len_tokens: int) 
     if holdout_fraction > 0:
         num_documents = len(corpus.document_ends)
         num_held_out = max(1, round(holdout_fraction * num_documents))
-        if num_held_out >= num_documents:
-            way_out = "lower it, add documents, or set it to 0"
-            if num_documents == 1:
-                way_out = (
-                    "add documents (a text file, a row, or what ends with the id of data.tokenizer in token files), "
-                    "or set it to 0: no part of a document is held out"
-                )
+        if num_documents == 1:
+            num_tokens = max(round(holdout_fraction * corpus.num_tokens), seq_len_tokens + 1)
+            holdout_start = max(corpus.num_tokens - num_tokens, 0)
+        elif num_held_out >= num_documents:
             raise ValueError(
                 f"data.holdout_fraction = {holdout_fraction} holds out {num_held_out} of {num_documents} documents "
-                f"and leaves none for training; {way_out}"
+                "and leaves none for training; lower it, add documents, or set it to 0"
             )
-        holdout_start = int(corpus.document_ends[-num_held_out - 1])
+        else:
+            holdout_start = int(corpus.document_ends[-num_held_out - 1])
     training = CorpusSamples(corpus, 0, holdout_start, seq_len_tokens)
     if len(training) == 0:
         raise ValueError(

@@ -25,7 +25,7 @@ def _encoded(encoding: str) -> FileKind:
 
 
 def _datasets(name: str, path: str) -> FileKind:
-    return FileKind(name, f'set data.source = "datasets", data.path = "{path}" and data.files to its glob')
+    return FileKind(name, f'give it the ending .{path} and set data.source = "auto"')
 
 
 NUMPY = FileKind("a NumPy array (np.save)", 'for an array of token ids set data.source = "tokens"')

@@ -1,19 +1,22 @@
 """Documents from Hugging Face `datasets`: hub names, local folders or local files, downloaded first or streamed."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from titan_moe.config.data_files import find_files
 from titan_moe.config.train import DataConfig
 from titan_moe.data import json_lines
 from titan_moe.data.bad_rows import BadRowError, BadRows
 from titan_moe.data.cache import describe_files
 from titan_moe.data.corpus import Corpus
 from titan_moe.data.file_kinds import PARQUET, kind_of, read_head
-from titan_moe.data.text import find_files, first_line_not_utf8
+from titan_moe.data.row_text import choose_column
+from titan_moe.data.text import first_line_not_utf8, rows_of_json
 from titan_moe.data.token_file import OpenFiles, TokenFile
 
 _PATHS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
@@ -30,10 +33,11 @@ def describe_dataset(data: DataConfig) -> list[object]:
     return [*part, describe_files(_local_files(data))]
 
 
-def fingerprint(data: DataConfig) -> str:
-    """Describe the content of a dataset: its part and samples of its local files. Data on the hub has only its name."""
+def fingerprint(data: DataConfig, files: Sequence[Path] = ()) -> str:
+    """Describe the content of a dataset: its part and samples of its local files, which are `files` or those that it
+    names. Data on the hub has only its name."""
     part = f"{data.subset or 'default'}, {data.split}, {data.text_column}"
-    files = [file for file in _local_files(data) if file.is_file() and file.stat().st_size > 0]
+    files = [file for file in files or _local_files(data) if file.is_file() and file.stat().st_size > 0]
     if not files:
         return f"{data.path}, {part}"
     open_files = OpenFiles()
@@ -46,7 +50,9 @@ def read_documents(data: DataConfig, bad_rows: BadRows) -> Iterator[str]:
     if _is_read_by_line(data):
         yield from iter(json_lines.JsonLinesStream(data, bad_rows, 0, None).read, None)
         return
-    rows, num_read = iter(_load(data)), 0
+    dataset = _load(data)
+    data = _with_column(data, dataset)
+    rows, num_read = iter(dataset), 0
     while (row := _next_row(rows, num_read, data)) is not None:
         num_read += 1
         if (text := _text(row, data, bad_rows, num_read)) is not None:
@@ -70,8 +76,8 @@ class DocumentStream:
         convert: json_lines.Convert | None = None,
     ) -> None:
         self.num_read, self._convert = 0, convert or self._text
-        self._data, self._bad_rows = data, bad_rows
         self._dataset = _load(data)
+        self._data, self._bad_rows = data if convert else _with_column(data, self._dataset), bad_rows
         self._loaded_place = place = None if json_lines.PLACE in (place or {}) else place
         if place is not None:
             self._dataset.load_state_dict(place)
@@ -161,6 +167,16 @@ def _load(data: DataConfig) -> Any:
         raise ValueError(f"{_describe_origin(data)}: {problem}; {way_out}") from error
 
 
+def _with_column(data: DataConfig, dataset: Any) -> DataConfig:
+    """With the column of text, where the dataset tells its columns before its rows."""
+    if not dataset.features:
+        return data
+    columns = {
+        name: getattr(kind, "dtype", "") in ("string", "large_string") for name, kind in dataset.features.items()
+    }
+    return replace(data, text_column=choose_column(data.text_column, columns, f"data.path = {data.path!r}"))
+
+
 def _next_row(rows: Iterator[dict[str, Any]], num_read: int, data: DataConfig) -> dict[str, Any] | None:
     """Return the next row, or None after the last one.
 
@@ -195,11 +211,20 @@ def _refuse_other_kinds(data: DataConfig) -> None:
         kind = kind_of(head, is_text=True)
         if kind is not None and not kind.is_compressed:
             raise ValueError(f"data.files: {file} is {kind.name}, not {data.path} in UTF-8; {kind.way_out}")
+        if kind is None and data.path == "text" and (rows := rows_of_json(file, _start(file))):
+            way_out = f'set data.source = "auto" and data.path = {data.files!r}, which reads a column of it'
+            raise ValueError(f"data.files: {file} has {rows}, not plain text; {way_out}")
         if kind is None and (num_zeros := head.count(0)) > _FEW_ZEROS:
             raise ValueError(
                 f"data.files: {file} is not {data.path} in UTF-8: {num_zeros} of its first {len(head)} bytes are 0, as "
                 "in UTF-16 or in a binary file; convert it (iconv -f UTF-16LE -t UTF-8), or leave it out"
             )
+
+
+def _start(file: Path) -> bytes:
+    """The first mebibyte of a file."""
+    with file.open("rb") as stream:
+        return stream.read(1 << 20)
 
 
 def _find_cause(data: DataConfig, num_read: int) -> str:

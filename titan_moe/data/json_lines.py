@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titan_moe.config.data_files import find_files
 from titan_moe.config.train import DataConfig
 from titan_moe.data.bad_rows import BadRows
-from titan_moe.data.text import find_files
 
 PLACE = "json_lines"
 """Key of a place of this reader: the number of the file, the offset of its next line in bytes, and its number."""

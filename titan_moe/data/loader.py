@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -39,7 +39,8 @@ class Loader:
         shard: SequenceShard,
     ) -> None:
         self.tokenizer = tokenizer
-        self._training, self._validation, self._fingerprint, self.bad_rows = source
+        self._training, self._validation, self._fingerprint, self.bad_rows = source[:4]
+        self._validation_sets, self.size = source.validation_sets, source.size
         self._recipe = recipe
         self._dp_rank = dp_rank
         self._dp_size = dp_size
@@ -65,24 +66,44 @@ class Loader:
         self._next_sample += num_global
         self._ahead.append((self._pack(samples).shard(self._shard), self._read_position()))
 
-    def validation_batches(self) -> Iterator[Batch]:
-        """Yield this rank's held-out microbatches: the same at every call, equally many on every rank.
+    @property
+    def validation_names(self) -> list[str]:
+        """What is validated: `validation.sets`, after an empty name for what is held out or `validation.path`."""
+        recipe = self._recipe
+        is_of_sets = recipe.validation.sets and not recipe.validation.path and recipe.data.holdout_fraction == 0
+        return [*([] if is_of_sets else [""]), *self._validation_sets]
+
+    def validation_batches(self, name: str = "") -> Iterator[Batch]:
+        """Yield this rank's held-out microbatches, of one of `validation_names`: the same at every call, equally many
+        on every rank.
 
         `validation.num_sequences` sequences, evenly spaced over the held-out ones, are distributed over the ranks.
         Padding sequences have IGNORE_LABEL as every label.
 
         Raises: ValueError if no sequence is held out.
         """
-        return (batch.shard(self._shard) for batch in self.held_out_batches())
+        return (batch.shard(self._shard) for batch in self.held_out_batches(name))
+
+    @property
+    def epoch(self) -> float | None:
+        """How many times the data is read by the steps so far: 1.5 in the middle of the second time. Of a stream the
+        restarts; None for data without end."""
+        return self._position["epoch"]
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Sequences of an epoch; 0 if they are unknown or without end."""
+        return self._training.samples_per_epoch
 
     @property
     def num_held_out(self) -> int:
         """The sequences that are held out."""
         return len(self._validation)
 
-    def held_out_batches(self) -> Iterator[Batch]:
+    def held_out_batches(self, name: str = "") -> Iterator[Batch]:
         """The same of whole sequences, also where context-parallel ranks have parts of them."""
-        count = min(self._recipe.validation.num_sequences, len(self._validation))
+        held_out = self._validation_sets[name] if name else self._validation
+        count = min(self._recipe.validation.num_sequences, len(held_out))
         if count == 0:
             raise ValueError(
                 f"nothing is held out for validation: data.holdout_fraction = {self._recipe.data.holdout_fraction} "
@@ -93,7 +114,7 @@ class Loader:
         stride = self._dp_size * size
         for first in range(self._dp_rank * size, -(-count // stride) * stride, stride):
             numbers = range(first, min(first + size, count))
-            samples = [self._validation[number * len(self._validation) // count] for number in numbers]
+            samples = [held_out[number * len(held_out) // count] for number in numbers]
             num_tokens = self._recipe.train.seq_len_tokens + 1
             padding = Sample(np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int32))
             batch = self._pack(samples + [padding] * (size - len(samples)))
@@ -150,10 +171,37 @@ class Loader:
             logger.warning("an epoch has %d sequences (was %d); %s", now, before, effect)
 
     def _read_position(self) -> dict[str, Any]:
-        return {"next_sample": self._next_sample, "stream": self._training.state()}
+        epoch = self._training.epoch_after(self._next_sample)
+        return {"next_sample": self._next_sample, "stream": self._training.state(), "epoch": epoch}
 
     def _pack(self, samples: list[Sample]) -> Batch:
         return pack(samples, self._recipe.train.micro_batch_sequences, self._recipe.data.document_attention)
+
+
+class OpenedData(NamedTuple):
+    """The data of a recipe, before a rank takes its part of it."""
+
+    tokenizer: Tokenizer
+    source: Source
+
+
+def open_data(
+    recipe: Recipe,
+    run_folder: str | Path,
+    barrier: Callable[[], None],
+    *,
+    builds_cache: bool = True,
+    open_: Callable[[Recipe, Tokenizer, Cache], Source] = open_source,
+) -> OpenedData:
+    """Open a recipe's data. A rank that `builds_cache` tokenises what is not cached yet; the others wait in `barrier`,
+    which all ranks call equally often.
+
+    Raises: ValueError, FileNotFoundError or ImportError, each naming the field of `[data]` to change.
+    """
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    tokenizer = build_tokenizer(data.tokenizer, data.source, vocab_size, split_special_tokens=data.split_special_tokens)
+    cache = Cache(Path(data.cache_folder or Path(run_folder) / "cache"), is_builder=builds_cache, barrier=barrier)
+    return OpenedData(tokenizer, open_(recipe, tokenizer, cache))
 
 
 def build_loader(
@@ -174,6 +222,14 @@ def build_loader(
 
     Raises: ValueError, FileNotFoundError or ImportError, each naming the field of `[data]` to change.
     """
+    check_batch(recipe, dp_size)
+    is_builder = builds_cache and dp_rank == shard.rank == 0
+    tokenizer, source = open_data(recipe, run_folder, barrier, builds_cache=is_builder, open_=open_)
+    return Loader(recipe, dp_rank, dp_size, tokenizer, source, shard)
+
+
+def check_batch(recipe: Recipe, dp_size: int) -> None:
+    """Raises: ValueError if the sequences of a step cannot be divided over the ranks."""
     train = recipe.train
     if train.global_batch_sequences % (train.micro_batch_sequences * dp_size) != 0:
         raise ValueError(
@@ -181,8 +237,3 @@ def build_loader(
             f"train.micro_batch_sequences = {train.micro_batch_sequences} times {dp_size} data-parallel ranks; "
             f"make it a multiple of {train.micro_batch_sequences * dp_size}"
         )
-    data, vocab_size = recipe.data, recipe.model.vocab_size
-    tokenizer = build_tokenizer(data.tokenizer, data.source, vocab_size, split_special_tokens=data.split_special_tokens)
-    folder = Path(recipe.data.cache_folder or Path(run_folder) / "cache")
-    cache = Cache(folder, is_builder=builds_cache and dp_rank == shard.rank == 0, barrier=barrier)
-    return Loader(recipe, dp_rank, dp_size, tokenizer, open_(recipe, tokenizer, cache), shard)

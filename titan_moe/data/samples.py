@@ -31,6 +31,10 @@ class Samples(ABC):
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         """Advance over samples [first, first + count) of the run and return those at the offsets `mine`."""
 
+    def epoch_after(self, num_samples: int) -> float | None:
+        """How many times the data is read after so many samples of the run, which are those taken; None if unknown."""
+        return num_samples / self.samples_per_epoch if self.samples_per_epoch else None
+
     def state(self) -> str:
         """Return, as JSON, the state beside the sample number: the order, or the position in a stream."""
         return json.dumps({"order": self.order})

@@ -1,23 +1,36 @@
 """Open the training and held-out samples of a recipe's `[data]`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from titan_moe.config import Recipe
-from titan_moe.data import hub, text
+from titan_moe.data import hub
 from titan_moe.data.bad_rows import BadRows
-from titan_moe.data.cache import Cache, describe_files
-from titan_moe.data.chat.samples import split_conversations
-from titan_moe.data.chat.source import describe_codes, open_conversation_corpus, open_conversation_stream
+from titan_moe.data.cache import Cache
+from titan_moe.data.chat.source import describe_codes, open_conversation_stream
 from titan_moe.data.chat.stream import ConversationStream
-from titan_moe.data.corpus import Corpus, open_corpus, split_holdout, write_corpus
+from titan_moe.data.corpora import open_divided
+from titan_moe.data.corpus import Corpus
+from titan_moe.data.documents import open_documents, resolve
 from titan_moe.data.samples import EpochSamples, IndexedSamples, Samples
 from titan_moe.data.stream import StreamedSamples
 from titan_moe.data.synthetic import SyntheticSamples
 from titan_moe.data.tokenizer import Tokenizer
-from titan_moe.data.tokens import open_token_files
+from titan_moe.data.validation import open_validation
+
+
+class DataSize(NamedTuple):
+    """How much data a run has; None where that is unknown before it is read."""
+
+    num_tokens: int | None = None
+    """With what is held out."""
+    num_documents: int | None = None
+    held_out_tokens: int = 0
+    held_out_documents: int | None = None
 
 
 class Source(NamedTuple):
@@ -29,10 +42,13 @@ class Source(NamedTuple):
     """Describes the content of the data, wherever it lies. It may read some megabytes."""
     bad_rows: BadRows
     """Those that this process has found."""
+    validation_sets: Mapping[str, IndexedSamples] = MappingProxyType({})
+    """By the names of `validation.sets`."""
+    size: DataSize = DataSize()
 
 
 def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
-    """Open the source of `data.source`.
+    """Open the source of `data.source`, and the data that validation has of its own.
 
     Raises: ValueError if too little is held out for validation or for the prompt of generated text.
     """
@@ -43,26 +59,43 @@ def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
         )
     if recipe.data.source == "synthetic":
         return _open_synthetic(recipe)
-    if recipe.data.source == "datasets" and recipe.data.is_streamed:
-        return _open_stream(recipe, tokenizer)
+    source = _open_stream(recipe, tokenizer) if recipe.data.streams else _open_epochs(recipe, tokenizer, cache)
+    if not recipe.validation.has_own_data or not _reads_held_out(recipe):
+        return source
+    own, sets = open_validation(recipe, tokenizer, cache)
+    return source._replace(validation=own or source.validation, validation_sets=sets)
+
+
+def _reads_held_out(recipe: Recipe) -> bool:
+    return recipe.validation.every_steps > 0 or recipe.metrics.sample_tokens > 0
+
+
+def _open_epochs(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
     bad_rows = BadRows(recipe.data.bad_rows)
-    corpus = _open_corpus(recipe, tokenizer, cache, bad_rows)
-    split = split_conversations if recipe.data.format == "chat" else split_holdout
-    training, held_out = split(corpus, recipe.data.holdout_fraction, recipe.train.seq_len_tokens)
-    if recipe.validation.every_steps > 0 and len(held_out) < recipe.validation.num_sequences:
+    corpus, training, held_out = open_divided(recipe, tokenizer, cache, bad_rows, recipe.data.holdout_fraction)
+    has_own = recipe.validation.has_own_data and recipe.data.holdout_fraction == 0
+    if recipe.validation.every_steps > 0 and not has_own and len(held_out) < recipe.validation.num_sequences:
         raise ValueError(
             f"validation.num_sequences = {recipe.validation.num_sequences}, but data.holdout_fraction = "
             f"{recipe.data.holdout_fraction} holds out {len(held_out)} sequences of {recipe.train.seq_len_tokens} "
             "tokens; raise data.holdout_fraction or lower validation.num_sequences"
         )
-    if recipe.metrics.sample_tokens > 0 and len(held_out) == 0:
+    if recipe.metrics.sample_tokens > 0 and not has_own and len(held_out) == 0:
         raise ValueError(
             f"metrics.sample_tokens = {recipe.metrics.sample_tokens} needs a held-out prompt, but "
             f"data.holdout_fraction = {recipe.data.holdout_fraction} holds out no sequence of "
             f"{recipe.train.seq_len_tokens} tokens; raise data.holdout_fraction, or set sample_tokens = 0"
         )
     epochs = EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled)
-    return Source(epochs, held_out, corpus.fingerprint, bad_rows)
+    return Source(epochs, held_out, corpus.fingerprint, bad_rows, size=_size_of(corpus, held_out.num_tokens))
+
+
+def _size_of(corpus: Corpus, held_out_tokens: int) -> DataSize:
+    if not corpus.knows_documents:
+        return DataSize(corpus.num_tokens, None, held_out_tokens)
+    ends = corpus.document_ends
+    num_held_out = len(ends) - int(np.searchsorted(ends, corpus.num_tokens - held_out_tokens, side="right"))
+    return DataSize(corpus.num_tokens, len(ends), held_out_tokens, num_held_out)
 
 
 def open_for_evaluation(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
@@ -70,12 +103,10 @@ def open_for_evaluation(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> S
 
     Raises: ValueError if there is less than one sequence.
     """
-    if recipe.data.source == "synthetic" or (recipe.data.source == "datasets" and recipe.data.is_streamed):
+    if recipe.data.source == "synthetic" or recipe.data.streams:
         return open_source(recipe, tokenizer, cache)
     bad_rows = BadRows(recipe.data.bad_rows)
-    corpus = _open_corpus(recipe, tokenizer, cache, bad_rows)
-    split = split_conversations if recipe.data.format == "chat" else split_holdout
-    samples, _ = split(corpus, 0.0, recipe.train.seq_len_tokens)
+    corpus, samples, _ = open_divided(recipe, tokenizer, cache, bad_rows, 0.0)
     return Source(EpochSamples(samples, 0, is_shuffled=False), samples, corpus.fingerprint, bad_rows)
 
 
@@ -98,11 +129,12 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
         )
 
     bad_rows, made = BadRows(recipe.data.bad_rows), ""
+    data, found = resolve(recipe.data)
     open_samples: Callable[..., StreamedSamples | ConversationStream]
-    open_samples = partial(StreamedSamples, partial(hub.open_stream, recipe.data, bad_rows), tokenizer)
-    if recipe.data.format == "chat":
+    open_samples = partial(StreamedSamples, partial(open_documents, data, found, bad_rows), tokenizer)
+    if data.format == "chat":
         open_samples, made = open_conversation_stream(recipe, tokenizer, bad_rows), f"{describe_codes(recipe)}, "
-    is_held_out_read = recipe.validation.every_steps > 0 or recipe.metrics.sample_tokens > 0
+    is_held_out_read = _reads_held_out(recipe) and not recipe.validation.has_own_data
     count = recipe.validation.num_sequences if is_held_out_read else 0
     held_out = open_samples(recipe.train.seq_len_tokens)
     validation = held_out.take(0, count, range(count))
@@ -116,23 +148,7 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
 
     def fingerprint() -> str:
         held_out = f"the first {num_reserved} documents held out"
-        return f"{hub.fingerprint(recipe.data)}, tokenizer {tokenizer.fingerprint}, {made}{held_out}"
+        return f"{hub.fingerprint(data, found.files)}, tokenizer {tokenizer.fingerprint}, {made}{held_out}"
 
-    return Source(training, validation, fingerprint, bad_rows)
-
-
-def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
-    data = recipe.data
-    if data.format == "chat":
-        return open_conversation_corpus(recipe, tokenizer, cache, bad_rows)
-    if data.source == "tokens":
-        return open_token_files(data, tokenizer, cache, bad_rows)
-    files = text.find_text_files(data.path) if data.source == "text" else []
-    made_from = describe_files(files) if data.source == "text" else hub.describe_dataset(data)
-
-    def build(folder: Path) -> None:
-        documents = text.read_documents(files) if data.source == "text" else hub.read_documents(data, bad_rows)
-        write_corpus(folder, tokenizer.encode_documents(documents), tokenizer.dtype)
-
-    open_ = partial(open_corpus, dtype=tokenizer.dtype, vocab_size=tokenizer.vocab_size)
-    return cache.get(data.source, [made_from, tokenizer.fingerprint], build, open_)
+    held_out_tokens = count * recipe.train.seq_len_tokens
+    return Source(training, validation, fingerprint, bad_rows, size=DataSize(None, None, held_out_tokens, num_reserved))

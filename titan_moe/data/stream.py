@@ -66,6 +66,10 @@ class StreamedSamples(Samples):
         """Documents of this epoch up to and including the one with the next sample's first token."""
         return self._next.num_documents + 1
 
+    def epoch_after(self, num_samples: int) -> float | None:
+        """The restarts so far: the rest of a stream is unknown."""
+        return float(self.epoch)
+
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         samples = [self._take_one() for _ in range(count)]
         return [samples[offset] for offset in mine]

@@ -1,20 +1,22 @@
 """Documents from local text files, one document per file."""
 
-import glob
+import json
 import logging
-import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from titan_moe.config.data_files import LINE_ENDINGS, STANDARD_LIBRARY, ending_of, find_files
 from titan_moe.data.bad_rows import BadRowError
 from titan_moe.data.file_kinds import HEAD_BYTES, kind_of
+from titan_moe.data.opened import read_whole
 
-STANDARD_LIBRARY = "python-stdlib"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _FEW_BAD_BYTES = 8
 _MAX_BAD_SHARE = 1e-3
 """More bad bytes than this are no accident: text in Latin-1 has more, of almost every language."""
+_HEAD_OF_ROWS = 1 << 24
+"""Bytes in which the first lines are looked for."""
 _WAY_OUT = "convert the text to UTF-8 (iconv -f LATIN1 -t UTF-8), or leave out what is not text"
 _EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
@@ -42,26 +44,6 @@ def find_text_files(path: str) -> list[Path]:
     return [root / path for path in kept]
 
 
-def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
-    """List the files of a glob, sorted. Errors name the recipe field `key`, and a glob that ends in `names`.
-
-    Raises: FileNotFoundError if no file matches, ValueError if one may not be read.
-    """
-    matches = glob.glob(str(Path(pattern).expanduser()), recursive=True) if pattern else []
-    files = sorted(path for path in map(Path, matches) if path.is_file())
-    if not files:
-        is_folder = [Path(path).is_dir() for path in matches] == [True]
-        found, folder = ("is a folder", pattern.rstrip("/")) if is_folder else ("matches no file", "corpus")
-        raise FileNotFoundError(
-            f"{key} = {pattern!r} {found} (working directory {Path.cwd()}); "
-            f"give a glob such as '{folder}/**/{names}', where ** matches folders of any depth"
-        )
-    for file in files:
-        if not os.access(file, os.R_OK):
-            raise ValueError(f"{key}: {file} cannot be read: permission denied; allow it, or leave it out of the glob")
-    return files
-
-
 def read_documents(files: list[Path]) -> Iterator[str]:
     """Yield the text of each file. Bytes that are not UTF-8 become the replacement character; the log counts them.
 
@@ -70,9 +52,14 @@ def read_documents(files: list[Path]) -> Iterator[str]:
     num_bytes = num_bad = 0
     bad_files = []
     for file in files:
-        data = file.read_bytes()
+        data = read_whole(file)
         if kind := kind_of(data[:HEAD_BYTES], is_text=True):
             raise BadRowError(f"data.path: {file} is {kind.name}, not text in UTF-8; {kind.way_out}")
+        if rows := rows_of_json(file, data):
+            raise BadRowError(
+                f"data.path: {file} has {rows}, not plain text: its braces and names would be trained on; set "
+                'data.source = "auto", which reads a column of it'
+            )
         text = data.decode("utf-8", errors="replace")
         bad = _count_bad_bytes(data, text)
         num_bytes, num_bad = num_bytes + len(data), num_bad + bad
@@ -88,6 +75,28 @@ def read_documents(files: list[Path]) -> Iterator[str]:
         logger.warning("data.path: %s; they are replaced", _describe_bad(where, num_bad, num_bytes))
 
 
+def rows_of_json(file: Path, data: bytes) -> str:
+    """What a file is that has rows of JSON and no text, in words; empty for text.
+
+    The content decides: two lines that are objects, or an array of them. The ending does for files of one line.
+    """
+    lines = [line for line in data[:_HEAD_OF_ROWS].split(b"\n", 8)[:8] if line.strip()]
+    is_whole = len(data) <= _HEAD_OF_ROWS
+    if ending_of(file.name).startswith(LINE_ENDINGS) and lines:
+        return "JSON lines"
+    if len(lines) > 1 and all(_is_object(line) for line in lines[:2]):
+        return "JSON lines"
+    start = data[:HEAD_BYTES].split()
+    if b"".join(start[:2])[:2] != b"[{":
+        return ""
+    if not is_whole:
+        return "an array of JSON records" if file.suffix == ".json" else ""
+    try:
+        return "an array of JSON records" * isinstance(json.loads(data)[0], dict)
+    except (ValueError, RecursionError, IndexError, TypeError, KeyError):
+        return ""
+
+
 def first_line_not_utf8(file: Path) -> str:
     """Name the first line of a file that is not UTF-8, and the bytes; empty if there is none."""
     with file.open("rb") as stream:
@@ -98,6 +107,16 @@ def first_line_not_utf8(file: Path) -> str:
                 found = line[error.start : error.end].hex(" ")
                 return f"{file}, line {number}, is not UTF-8: it has the bytes {found} at column {error.start + 1}"
     return ""
+
+
+def _is_object(line: bytes) -> bool:
+    """Whether a line is an object of JSON. One that is cut is none."""
+    if not line.strip().startswith(b"{"):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _count_bad_bytes(data: bytes, text: str) -> int:

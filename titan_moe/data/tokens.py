@@ -1,16 +1,16 @@
 """Pre-tokenised corpora: flat binary files of token ids."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from titan_moe.config.data_files import find_files
 from titan_moe.config.train import DataConfig
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache, describe_files
 from titan_moe.data.corpus import Corpus, open_document_ends, write_document_ends
 from titan_moe.data.megatron_index import MegatronIndex
-from titan_moe.data.text import find_files
 from titan_moe.data.token_file import OpenFiles, TokenFile
 from titan_moe.data.token_layout import PROBE_TOKENS, TokenLayout, leave_out_indexes, read_layout
 from titan_moe.data.tokenizer import Tokenizer
@@ -20,8 +20,14 @@ _MOST_BAD_IDS = 0.5
 _SCAN_TOKENS = 1 << 24
 
 
-def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows | None = None) -> Corpus:
-    """Open the files of `data.path` as one corpus, in sorted order.
+def open_token_files(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    cache: Cache,
+    bad_rows: BadRows | None = None,
+    found: Sequence[Path] = (),
+) -> Corpus:
+    """Open the files of `data.path`, or those found there, as one corpus, in sorted order.
 
     A document ends after the tokenizer's end-of-document id and at the end of its file, or where Megatron's index of
     the file says. The ends are needed only for document attention and for a holdout; finding them reads every byte
@@ -29,7 +35,7 @@ def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache, bad_r
 
     Raises: FileNotFoundError if no file matches; ValueError for files of another dtype or vocabulary.
     """
-    files = leave_out_indexes(find_files(data.path, "data.path", "*.bin"))
+    files = leave_out_indexes([*found] or find_files(data.path, "data.path", "*.bin"))
     layouts, open_files = [read_layout(file, data) for file in files], OpenFiles()
     parts = [
         TokenFile(file, layout.dtype, layout.offset_bytes, layout.num_tokens, open_files)
@@ -38,7 +44,8 @@ def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache, bad_r
     for part, layout in zip(parts, layouts, strict=True):
         _check_vocabulary(part, layout, data, tokenizer)
     if not (data.document_attention or data.holdout_fraction > 0):
-        return Corpus(parts, np.cumsum([len(part) for part in parts]), tokenizer.vocab_size, bad_rows=bad_rows)
+        ends = np.cumsum([len(part) for part in parts])
+        return Corpus(parts, ends, tokenizer.vocab_size, bad_rows=bad_rows, knows_documents=False)
     indexes = [layout.megatron_index.path for layout in layouts if layout.megatron_index]
     where = [(layout.dtype.str, layout.offset_bytes) for layout in layouts]
     key = [describe_files(files), where, describe_files(indexes), tokenizer.end_of_document]

@@ -112,9 +112,12 @@ class Meter:
         self.num_logged += 1
         return record
 
-    def log_validation(self, step: int, loss: Tensor | float) -> dict[str, Any]:
-        """Write the loss on held-out sequences after `step` steps."""
-        record = record_of(step, {"validation_loss": read_scalars([loss])[0]}, self.recipe)
+    def log_validation(
+        self, step: int, loss: Tensor | float, sets: Mapping[str, Tensor | float] | None = None
+    ) -> dict[str, Any]:
+        """Write the loss on held-out sequences after `step` steps, and on those of each set of `validation.sets`."""
+        losses = {"validation_loss": loss} | {f"validation_loss/{name}": value for name, value in (sets or {}).items()}
+        record = record_of(step, dict(zip(losses, read_scalars(list(losses.values())), strict=True)), self.recipe)
         self._write(record)
         self.last_losses["validation loss"] = record["validation_loss"]
         return record

@@ -66,6 +66,8 @@ def _imbalance(step: StepNumbers) -> Tensor:
     return mean_rank_load(step.tokens_per_expert, step.ep).float()
 
 
+SET_OF_VALIDATION = "validation_loss/"
+"""Begins the name of the metric of one of `validation.sets`."""
 METRICS = (
     Metric("loss", "loss {:.4f}", lambda step: step.loss, "sum"),
     Metric("aux_loss", lambda r: r["aux_loss"] and f"aux {r['aux_loss']:.2e}", lambda step: step.aux_loss, "sum"),
@@ -75,6 +77,7 @@ METRICS = (
     Metric("grad_norm", "norm {:.3f}"),  # before clipping
     Metric("lr", "lr {:.2e}"),
     Metric("tokens_seen"),
+    Metric("epoch", "epoch {:.2f}", when=lambda recipe: recipe.data.source != "synthetic"),
     Metric("tokens_per_second_per_gpu", "{:,.0f} tokens/s/{unit}"),
     Metric("tflops_per_gpu", "{:.3g} TFLOP/s"),
     Metric("mfu", "MFU {:.1%}"),
@@ -123,8 +126,9 @@ def measure_of_all(metrics: Iterable[Metric], step: StepNumbers) -> dict[str, Te
 
 def record_of(step: int, known: Record, recipe: Recipe) -> dict[str, Any]:
     """The record of a step: what is known of it, in the order of the table."""
-    recorded = (metric for metric in METRICS if metric.is_recorded and metric.when(recipe))
-    return {"step": step} | {metric.name: known[metric.name] for metric in recorded if metric.name in known}
+    recorded = [metric.name for metric in METRICS if metric.is_recorded and metric.when(recipe)]
+    recorded += [SET_OF_VALIDATION + name for name in recipe.validation.sets]
+    return {"step": step} | {name: known[name] for name in recorded if name in known}
 
 
 def words_of(record: Record, unit: str) -> list[str]:
@@ -136,4 +140,6 @@ def words_of(record: Record, unit: str) -> list[str]:
         for metric in in_order
         if record.get(metric.name) is not None
     )
-    return [str(words) for words in said if words]
+    sets = {name: loss for name, loss in record.items() if name.startswith(SET_OF_VALIDATION) and loss is not None}
+    of_sets = [f"{name.removeprefix(SET_OF_VALIDATION)} {loss:.4f}" for name, loss in sets.items()]
+    return [str(words) for words in said if words] + of_sets

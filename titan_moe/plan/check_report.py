@@ -31,6 +31,7 @@ from titan_moe.plan.cost.memory import (
 from titan_moe.plan.cost.offload import copied_bytes, host_bytes
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
 from titan_moe.plan.cost.roofline import sharding_bytes
+from titan_moe.plan.data_report import describe_data
 from titan_moe.plan.fit import warn_of_excess
 from titan_moe.plan.pipeline.describe import describe_pipeline
 from titan_moe.plan.resolved import Resolved
@@ -59,6 +60,7 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         *_clones(as_given, resolved),
         *_labelled("options", filter(None, [describe_experimental(recipe)])),
         ("step", _step(resolved)),
+        *_labelled("data", describe_data(recipe)),
         *_labelled("pipeline", describe_pipeline(resolved, _factor(resolved))),
         ("memory", _memory(resolved)),
         *_peak_itself(resolved),
@@ -202,7 +204,7 @@ def _step(resolved: Resolved) -> str:
     tokens = t.global_batch_sequences * t.seq_len_tokens
     return (
         f"{tokens:,} tokens = microbatches {resolved.num_microbatches} · data-parallel ranks {dp} · "
-        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}; {abbreviate(tokens * t.steps)} in all"
+        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}"
     )
 
 

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from titan_moe.checkpoint.folders import CheckpointFolders
 from titan_moe.config import Recipe
 from titan_moe.config.experimental import describe_experimental
+from titan_moe.config.run_length import step_tokens
+from titan_moe.config.schema import counted
+from titan_moe.data.sources import DataSize
 from titan_moe.training.count_class import FLOPS_HOOK, ModelCounts
 from titan_moe.training.run_folder import command_to_go_on
 
@@ -33,6 +36,27 @@ def log_start(recipe: Recipe, counts: ModelCounts, device: torch.device) -> None
     if recipe.train.forces_load:
         effect = "the router's choice is replaced, for benchmarks and tests only"
         logger.warning('train.forced_load = "%s": %s', recipe.train.forced_load, effect)
+
+
+def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: ModelCounts) -> None:
+    """Log how much data there is, what is held out, and how often a run reads it."""
+    train, parts = recipe.train, []
+    num_tokens = train.steps * step_tokens(train)
+    if size.num_tokens is not None:
+        documents = "" if size.num_documents is None else f" in {counted(size.num_documents, 'document')}"
+        parts.append(f"{size.num_tokens:,} tokens{documents}")
+    if size.held_out_tokens:
+        documents = "" if size.held_out_documents is None else f" in {counted(size.held_out_documents, 'document')}"
+        parts.append(f"held out {size.held_out_tokens:,}{documents}")
+    for name, path in {"": recipe.validation.path, **recipe.validation.sets}.items():
+        parts += [f"validation{f' {name}' if name else ''} on {path}"] if path else []
+    if samples_per_epoch:
+        parts.append(f"an epoch is {samples_per_epoch * train.seq_len_tokens:,} tokens")
+    epochs = f", {num_tokens / (samples_per_epoch * train.seq_len_tokens):.3g} epochs" if samples_per_epoch else ""
+    run = f"this run is {counted(train.steps, 'step')} of {step_tokens(train):,}: {num_tokens:,} tokens{epochs}"
+    a_parameter = f", {num_tokens / counts.parameters:.3g} a parameter" if counts.parameters else ""
+    active = f" ({num_tokens / counts.active:.3g} an active one)" if counts.active else ""
+    logger.info("data: %s", "; ".join([*parts, run + a_parameter + active]))
 
 
 def log_end(

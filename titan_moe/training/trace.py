@@ -10,6 +10,8 @@ import torch
 from titan_moe.checkpoint.folders import CheckpointFolders
 from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.parallel import ranks_of_a_node, resolve
+from titan_moe.config.run_length import known_steps
+from titan_moe.config.train import TrainConfig
 from titan_moe.kernels.device import device_name
 from titan_moe.plan.choice.hardware import find_hardware
 from titan_moe.plan.cost.roofline import step_work
@@ -70,7 +72,7 @@ def shortened(recipe: Recipe) -> Recipe:
 
     Raises: RecipeError if the run is shorter than its trace.
     """
-    steps, num_traced = recipe.train.steps, recipe.profile.num_steps
+    steps, num_traced = known_steps(recipe.train) or TrainConfig.steps, recipe.profile.num_steps
     if steps < num_traced + MORE_STEPS:
         raise RecipeError(
             [
@@ -82,6 +84,7 @@ def shortened(recipe: Recipe) -> Recipe:
     return replace(
         recipe,
         run=replace(recipe.run, folder=str(run_folder / "trace")),
+        train=replace(recipe.train, steps=steps, tokens=0, epochs=0.0),
         data=replace(recipe.data, cache_folder=recipe.data.cache_folder or str(run_folder / "cache")),
         validation=replace(recipe.validation, every_steps=0),
         checkpoint=replace(recipe.checkpoint, every_steps=0, save_last_step=False),

@@ -21,7 +21,10 @@ from titan_moe.config import Recipe, RecipeError, refusals
 from titan_moe.config.context import sequence_shard
 from titan_moe.config.kernels import DEFAULT_KERNELS
 from titan_moe.config.model import ModelConfig
-from titan_moe.data.loader import build_loader
+from titan_moe.config.parallel import resolve
+from titan_moe.config.run_length import with_steps
+from titan_moe.data.loader import Loader, check_batch, open_data
+from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.meter import Meter
 from titan_moe.profile.trace import StepTracer, Tracer
@@ -33,8 +36,8 @@ from titan_moe.run.watchdog import Watchdog
 from titan_moe.titan import GarbageCollection
 from titan_moe.training.build import assemble, build_unchecked
 from titan_moe.training.count_class import count_model
-from titan_moe.training.evaluate import evaluating, validation_loss
-from titan_moe.training.messages import describe_divergence, log_end, log_start
+from titan_moe.training.evaluate import evaluating, mean_of, validation_loss
+from titan_moe.training.messages import describe_divergence, log_data, log_end, log_start
 from titan_moe.training.model_class import check_loss
 from titan_moe.training.progress import Progress
 from titan_moe.training.read_ahead import ReadAhead, UnreadableDataError
@@ -80,20 +83,27 @@ class Trainer:
         counts = run_on_rank_zero(lambda: count_model(recipe, partial(build_unchecked, recipe, DEFAULT_KERNELS)))
         if self.is_main:
             log_start(recipe, counts, device)
-        self.recipe = recipe = resolve_auto(recipe, device)
+        recipe = resolve_auto(recipe, device)
+        # a timeout of days: tokenising a large corpus takes longer than the default one
+        tokenising = dist.new_group(backend="gloo", timeout=timedelta(days=2))
+        with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
+            check_batch(recipe, resolve(recipe.parallel, dist.get_world_size()).dp)
+            barrier, builds_cache = partial(dist.barrier, tokenising), dist.get_rank() == 0
+            data = open_data(recipe, self.run_folder, barrier, builds_cache=builds_cache)
+            given, recipe = recipe, with_steps(recipe, data.source.training.samples_per_epoch)
+        if self.is_main:
+            log_data(recipe, data.source.size, data.source.training.samples_per_epoch, counts)
+        if given.train.epochs and (problems := refusals(recipe, dist.get_world_size())):  # of its steps, known now
+            raise RecipeError(problems)
+        self.recipe = recipe
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, self.parts, optimizers, self.schedule, self.runner = assemble(recipe, device)
         if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
             problem = f'model.class = "{recipe.model.class_}" has no `generate`'
             raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
-        # a timeout of days: tokenising a large corpus takes longer than the default one
-        tokenising = dist.new_group(backend="gloo", timeout=timedelta(days=2))
-        barrier = partial(dist.barrier, tokenising)
-        with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
-            where = self.meshes.data_rank, self.meshes.sizes.dp
-            shard = sequence_shard(recipe.parallel, self.meshes.context_rank)
-            builds_cache = dist.get_rank() == 0
-            self.loader = build_loader(recipe, *where, self.run_folder, barrier, shard, builds_cache=builds_cache)
+        where = self.meshes.data_rank, self.meshes.sizes.dp
+        shard = sequence_shard(recipe.parallel, self.meshes.context_rank)
+        self.loader = Loader(recipe, *where, data.tokenizer, data.source, shard)
         if recipe.model.class_ != ModelConfig.class_:
             capacity = self.runner.step.capacity
             with capacity.unbounded():
@@ -243,7 +253,7 @@ class Trainer:
         progress.step += 1
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
-        known = self.runner.numbers | {"lr": lr, "bad_rows": self.stop.num_bad_rows}
+        known = self.runner.numbers | {"lr": lr, "bad_rows": self.stop.num_bad_rows, "epoch": self.loader.epoch}
         record = self.meter.log(
             progress.step,
             metrics=result.metrics,
@@ -253,12 +263,7 @@ class Trainer:
         )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.watchdog.during("a validation"), self.meter.paused():
-                batches = self.data.read_together(lambda: list(self.loader.validation_batches()))
-                with self.runner.step.capacity.unbounded():
-                    loss = validation_loss(self.model, self.parts, batches, self.device, self.meshes)
-                record_of_loss = self.meter.log_validation(progress.step, loss)
-                self.validated = progress.step, record_of_loss["validation_loss"]
-                self.runner.step.capacity.check()  # validation has exchanges too
+                self._validate()
         if record and self.is_main:
             self.unsaved.see(progress.step, record["step_ms"])
         is_saved = self._is_due(recipe.checkpoint.every_steps)
@@ -267,6 +272,21 @@ class Trainer:
         if is_saved:
             with self.watchdog.during("a save"), self.meter.paused():
                 self._save()
+
+    def _validate(self) -> None:
+        """Log the loss on each set of held-out data."""
+        losses = {}
+        for name in self.loader.validation_names:
+            batches = self.data.read_together(partial(self._read_validation, name))
+            with self.runner.step.capacity.unbounded():
+                losses[name] = validation_loss(self.model, self.parts, batches, self.device, self.meshes)
+        sets = {name: loss for name, loss in losses.items() if name}
+        record = self.meter.log_validation(self.progress.step, mean_of(losses), sets)
+        self.validated = self.progress.step, record["validation_loss"]
+        self.runner.step.capacity.check()  # validation has exchanges too
+
+    def _read_validation(self, name: str) -> list[Batch]:
+        return list(self.loader.validation_batches(name))
 
     def _read_skipped(self) -> None:
         """Read the steps skipped in a row, which are equal on all ranks. Waits for the device."""

@@ -56,6 +56,20 @@ def learned(loader: Loader) -> tuple[list[int], list[torch.Tensor]]:
     return [int(number) for number in numbers], [*batch[:2], batch.document_ids_MBN]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_files_by_their_ending_give_the_same_conversations(
+    make: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path, is_streamed: bool
+) -> None:
+    by_ending: dict[str, Any] = {"source": "auto", "path": f"{tmp_path}/*.jsonl", "files": ""}
+    one, other = (open_loader(make(is_streamed=is_streamed, is_shuffled=False, **data)) for data in ({}, by_ending))
+    for _ in range(3):
+        assert learned(one)[0] == learned(other)[0]
+    text = tmp_path / "text.txt"
+    text.write_text("no conversation")
+    with pytest.raises(ValueError, match="files of text; give"):
+        open_loader(make(source="auto", path=str(text), files=""))
+
+
 def test_an_epoch_has_every_answer_once(
     make: Callable[..., Recipe], open_loader: Callable[..., Loader], caplog: pytest.LogCaptureFixture
 ) -> None:

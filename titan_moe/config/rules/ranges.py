@@ -90,7 +90,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
     "precision": {"num_layers_at_start_in_compute num_layers_at_end_in_compute": ZERO_OR_MORE},
     "train": {
         "steps seq_len_tokens global_batch_sequences micro_batch_sequences": POSITIVE,
-        "max_skipped_in_row spike_sigmas": ZERO_OR_MORE,
+        "tokens epochs max_skipped_in_row spike_sigmas": ZERO_OR_MORE,
     },
     "optim": {
         "lr eps": ABOVE_ZERO,

@@ -1,19 +1,28 @@
 """Rules of the run around the model: schedule, data, validation, checkpoints, reports."""
 
+import re
 from collections.abc import Iterator
 
 from titan_moe.config.chat import ChatConfig
+from titan_moe.config.data_files import kind_of_name
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, row, rule, rules_in, said
+from titan_moe.config.run_length import given, known_steps
 from titan_moe.config.schema import in_toml
 
 BYTES_VOCABULARY = 256
-PATHS = {"text": 'a glob of files, or "python-stdlib"', "tokens": "a glob of binary files"}
+SET_NAME = re.compile(r"[\w.-]+")
+PATHS = {
+    "auto": "a file, a glob, a folder, or a hub name",
+    "text": 'a glob of files, or "python-stdlib"',
+    "tokens": "a glob of binary files",
+}
 """Of a source, in words; of the others a hub name, a folder, or a file type beside `data.files`."""
 
 
 def _reads_text(recipe: Recipe) -> bool:
-    return recipe.data.source in ("text", "datasets")
+    d = recipe.data
+    return d.source in ("text", "datasets") or (d.source == "auto" and kind_of_name(d.path) not in ("tokens", ""))
 
 
 folder_is_named = row(
@@ -33,8 +42,9 @@ def source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
 @rule("other sources ignore this field", "data.source files subset is_streamed")
 def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
+    of_auto = ("subset", "is_streamed") if d.source == "auto" else ()
     for key in ("files", "subset", "is_streamed"):
-        if d.source != "datasets" and getattr(d, key):
+        if d.source != "datasets" and key not in of_auto and getattr(d, key):
             yield f'data.{key} = {in_toml(getattr(d, key))} belongs to data.source = "datasets", not "{d.source}"'
 
 
@@ -53,7 +63,7 @@ text_has_a_tokenizer = row(
 )
 conversations_are_rows = row(
     "conversations are rows of JSON lines, tables, or data sets of the hub",
-    lambda r: r.data.format == "chat" and r.data.source != "datasets",
+    lambda r: r.data.format == "chat" and r.data.source not in ("auto", "datasets"),
     "{data.format} cannot be read from {data.source}",
 )
 conversations_have_a_tokenizer_folder = row(
@@ -81,7 +91,7 @@ def chat_options_need_conversations(recipe: Recipe, world_size: int) -> Iterator
 
 streams_hold_out_no_share = row(
     "the length of a stream is unknown, so no fraction of it can be held out",
-    lambda r: r.data.source == "datasets" and r.data.is_streamed and r.data.holdout_fraction > 0,
+    lambda r: r.data.streams and r.data.holdout_fraction > 0,
     "{data.holdout_fraction} cannot be taken from {data.is_streamed}",
 )
 synthetic_data_holds_out_no_share = row(
@@ -95,11 +105,34 @@ validation_has_data = row(
         r.validation.every_steps > 0
         and r.data.source != "synthetic"
         and not r.data.is_streamed
+        and not r.validation.has_own_data
         and r.data.holdout_fraction == 0
     ),
     "{validation.every_steps} needs documents that training does not see, but {data.holdout_fraction}",
-    "data.holdout_fraction validation.every_steps",
+    "data.holdout_fraction validation.every_steps path",
 )
+own_validation_leaves_nothing_held_out = row(
+    "validation_loss is that of the path, so what is held out would be trained on by nothing and read by nothing",
+    lambda r: r.validation.path and r.data.holdout_fraction > 0,
+    "{validation.path} and {data.holdout_fraction} both give data for validation_loss",
+    "data.holdout_fraction validation.path",
+)
+synthetic_data_validates_itself = row(
+    "a model of synthetic ids knows no other data",
+    lambda r: r.data.source == "synthetic" and r.validation.has_own_data,
+    "{data.source} has no tokens in common with {validation.path} and {validation.sets}",
+)
+
+
+@rule("the name is part of the metric validation_loss/NAME", "validation.sets")
+def sets_have_plain_names(recipe: Recipe, world_size: int) -> Iterator[str]:
+    for name, path in recipe.validation.sets.items():
+        if not SET_NAME.fullmatch(name):
+            yield Problem(f"validation.sets has the name {in_toml(name)}", hint="a name of letters, digits, -, _ and .")
+        if not path:
+            yield Problem(f'validation.sets.{name} = "" names no data', hint=f"validation.sets.{name} = a path")
+
+
 sample_has_a_tokenizer = row(
     "the tokenizer turns token ids into text",
     lambda r: r.metrics.sample_tokens > 0 and not r.data.tokenizer,
@@ -113,7 +146,7 @@ def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, is_asked = recipe.data, recipe.metrics.sample_tokens > 0
     if is_asked and d.source == "synthetic":
         yield said(recipe, "{metrics.sample_tokens} needs held-out text, but {data.source} has none")
-    elif is_asked and d.holdout_fraction == 0 and not d.is_streamed:
+    elif is_asked and d.holdout_fraction == 0 and not d.is_streamed and not recipe.validation.has_own_data:
         yield said(recipe, "{metrics.sample_tokens} needs held-out text, but {data.holdout_fraction}")
 
 
@@ -149,11 +182,25 @@ kept_steps_are_saved = row(
 )
 
 
+one_length_is_given = row(
+    "each of them says how long the run is",
+    lambda r: len(given(r.train)) > 1,
+    "{train.steps}, {train.tokens} and {train.epochs} are not all left at their defaults but one",
+    "train.steps tokens epochs",
+)
+epochs_have_an_end = row(
+    "random ids and streams have no known size, so no epoch either",
+    lambda r: r.train.epochs > 0 and (r.data.streams or r.data.source == "synthetic"),
+    "{train.epochs} cannot be counted with {data.source} and {data.is_streamed}",
+    "train.epochs data.is_streamed",
+)
+
+
 @rule("a trace is written when its last step ends", "profile.start_step num_steps train.steps")
 def trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, steps = recipe.profile, recipe.train.steps
+    p, steps = recipe.profile, known_steps(recipe.train)
     last_step = p.start_step + p.num_steps - 1
-    if p.start_step > 0 and last_step > steps:
+    if p.start_step > 0 and steps is not None and last_step > steps:
         problem = f"profile.start_step + num_steps ends at step {last_step}, after train.steps = {steps}"
         yield Problem(problem, steps=[max(steps - p.num_steps + 1, 1)])
 

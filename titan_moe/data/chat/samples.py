@@ -31,7 +31,7 @@ class WholeSamples:
                 order += [first + start + number for number in sequence]
                 ends.append(len(order))
         self._order, self._ends = np.array(order, dtype=np.int64), np.array([0, *ends], dtype=np.int64)
-        self.num_conversation_tokens = int(lengths.sum())
+        self.num_tokens = int(lengths.sum())
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -63,7 +63,7 @@ def split_conversations(
         )
     bounds = ((0, total - num_held_out), (total - num_held_out, total))
     training, held_out = (WholeSamples(corpus, *bound, seq_len_tokens + 1) for bound in bounds)
-    share = 100 * training.num_conversation_tokens / (len(training) * (seq_len_tokens + 1))
+    share = 100 * training.num_tokens / (len(training) * (seq_len_tokens + 1))
     logger.info("%d sequences an epoch, %.1f %% of them conversations", len(training), share)
     return training, held_out
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from titan_moe.config import Recipe
-from titan_moe.data import hub
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache
 from titan_moe.data.chat.encoder import ConversationEncoder
@@ -17,6 +16,7 @@ from titan_moe.data.chat.stream import ConversationStream
 from titan_moe.data.chat.template import ChatTemplate, fingerprint
 from titan_moe.data.chat.whole import WINDOW_SEQUENCES
 from titan_moe.data.corpus import Corpus
+from titan_moe.data.documents import describe_rows, open_documents, resolve
 from titan_moe.data.stream import Documents
 from titan_moe.data.tokenizer import Tokenizer
 
@@ -30,12 +30,14 @@ def open_conversation_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache,
     Raises: ValueError or ImportError, each naming the field of `[data]` to change.
     """
 
+    data, found = resolve(recipe.data)
+
     def build(folder: Path) -> None:
         encoder = _encoder(recipe, tokenizer, bad_rows)
-        rows = hub.open_stream(recipe.data, bad_rows, 0, None, encoder.encode)
+        rows = open_documents(data, found, bad_rows, 0, None, encoder.encode)
         write_conversations(folder, _read_all(rows), encoder.counts)
 
-    key = [hub.describe_dataset(recipe.data), tokenizer.fingerprint, describe_codes(recipe)]
+    key = [describe_rows(data, found), tokenizer.fingerprint, describe_codes(recipe)]
     open_ = partial(open_conversations, vocab_size=recipe.model.vocab_size)
     corpus, counts = cache.get("chat", key, build, open_)
     logger.info("data.path has %s", counts.describe())
@@ -51,11 +53,11 @@ def open_conversation_stream(
     Raises: ValueError or ImportError, each naming the field of `[data]` to change.
     """
     encoder = _encoder(recipe, tokenizer, bad_rows)
-    open_documents = partial(hub.open_stream, recipe.data, bad_rows, convert=encoder.encode)
+    open_codes = partial(open_documents, *resolve(recipe.data), bad_rows, convert=encoder.encode)
 
     def open_(seq_len_tokens: int, num_reserved: int | None = None) -> ConversationStream:
         window = recipe.validation.num_sequences if num_reserved is None else WINDOW_SEQUENCES
-        return ConversationStream(open_documents, seq_len_tokens, num_reserved or 0, window)
+        return ConversationStream(open_codes, seq_len_tokens, num_reserved or 0, window)
 
     return open_
 

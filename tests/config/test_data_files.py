@@ -1,0 +1,90 @@
+"""What a path of data names: files by their ending, a folder, a hub name."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config.data_files import ending_of, find, kind_of_name
+
+
+@pytest.mark.parametrize(
+    ("name", "ending", "kind"),
+    [
+        ("a.txt", ".txt", "text"),
+        ("a.JSONL", ".jsonl", "json"),
+        ("a.b.json.gz", ".json.gz", "json"),
+        ("a.parquet", ".parquet", "parquet"),
+        ("a.arrow.zst", ".arrow.zst", "arrow"),
+        ("a.npy", ".npy", "tokens"),
+        ("a.csv.gz", ".csv.gz", ""),
+        ("a.gz", ".gz", ""),
+        ("README", "", ""),
+    ],
+)
+def test_ending_tells_the_kind(name: str, ending: str, kind: str) -> None:
+    assert (ending_of(name), kind_of_name(name)) == (ending, kind)
+
+
+def _make(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def test_folder_has_its_files_at_any_depth_without_hidden_ones_and_side_files(tmp_path: Path) -> None:
+    _make(tmp_path, "b.arrow", "a/c.arrow", ".cache/x.txt", ".DS_Store", "state.json", "dataset_info.json")
+    kind, files = find(str(tmp_path), "data.path")
+    assert (kind, [str(file.relative_to(tmp_path)) for file in files]) == ("arrow", ["a/c.arrow", "b.arrow"])
+    assert find(f"{tmp_path}/*.arrow", "data.path").files == [tmp_path / "b.arrow"]
+    assert find(f"{tmp_path}/b.arrow", "data.path").files == [tmp_path / "b.arrow"]
+
+
+def test_folder_of_token_files_has_their_indexes_too(tmp_path: Path) -> None:
+    _make(tmp_path, "a.bin", "a.idx")
+    assert find(str(tmp_path), "data.path") == ("tokens", [tmp_path / "a.bin"])
+
+
+def test_glob_of_other_endings_is_text_and_a_folder_with_them_is_refused(tmp_path: Path) -> None:
+    _make(tmp_path, "a.py", "b.md")
+    assert find(f"{tmp_path}/*.py", "data.path").kind == "text"
+    _make(tmp_path, "c.jsonl.gz")
+    with pytest.raises(
+        ValueError, match=r"unknown endings: .*a.py, .*b.md; the known .* a glob such as .*\*.jsonl.gz'"
+    ):
+        find(str(tmp_path), "data.path")
+
+
+def test_kinds_do_not_mix(tmp_path: Path) -> None:
+    _make(tmp_path, "a.jsonl", "b.json.zst")
+    assert find(str(tmp_path), "data.path").kind == "json"
+    _make(tmp_path, "c.txt")
+    for path in (tmp_path, tmp_path / "*"):
+        with pytest.raises(
+            ValueError, match=r"data.path = .* several kinds: json \(.*a.jsonl\), text \(.*c.txt\); give"
+        ):
+            find(str(path), "data.path")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "words"),
+    [
+        ("nowhere/*.txt", FileNotFoundError, "matches no file"),
+        ("nowhere/a.jsonl", FileNotFoundError, "matches no file"),  # no hub name
+        ("", FileNotFoundError, "validation.path = '' matches no file"),
+        ("HERE/empty", FileNotFoundError, "is a folder without files"),
+        ("HERE/*.csv", ValueError, 'x.csv is a table .*data.source = "datasets", data.path = "csv" and data.files = '),
+    ],
+)
+def test_path_that_names_nothing_to_read(tmp_path: Path, path: str, error: type[Exception], words: str) -> None:
+    (tmp_path / "empty").mkdir()
+    _make(tmp_path, "x.csv")
+    with pytest.raises(error, match=words):
+        find(path.replace("HERE", str(tmp_path)), "validation.path")
+
+
+def test_hub_name_is_no_folder_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find("owner/name", "data.path") == ("datasets", [])
+    _make(tmp_path, "owner/name/a.jsonl")
+    assert find("owner/name", "data.path") == ("json", [Path("owner/name/a.jsonl")])
+    assert find("python-stdlib", "data.path") == ("text", [])

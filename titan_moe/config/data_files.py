@@ -1,0 +1,139 @@
+"""Which files of data there are, by their ending, and what a path of data names: files, a folder, a hub name.
+
+Only names are read here, so that `titan-moe check` says the same as a run.
+"""
+
+import glob
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+STANDARD_LIBRARY = "python-stdlib"
+COMPRESSED = (".gz", ".zst")
+"""Endings behind another one, of files that are decompressed as they are read."""
+KINDS = {
+    ".txt": "text",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".bin": "tokens",
+    ".npy": "tokens",
+}
+"""Ending -> kind of file. A new kind is a row here and a reader in data/rows.py."""
+ROWS = ("json", "parquet", "arrow")
+"""Kinds whose files have rows with columns."""
+LINE_ENDINGS = (".jsonl", ".ndjson")
+TABLES = {".csv": "csv", ".tsv": "csv"}
+"""Ending -> the `data.path` with which `datasets` reads it."""
+LISTED_ENDINGS = ".txt, .jsonl, .json, .parquet, .arrow, these with .gz or .zst, .bin and .npy"
+SIDE_FILES = {"dataset_info.json", "dataset_dict.json", "state.json"}
+"""What `datasets` writes beside its data in a folder."""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NAMED = 3
+
+
+class Found(NamedTuple):
+    """What a path of data names."""
+
+    kind: str
+    """`text`, one of ROWS, `tokens`, or `datasets` for a hub name."""
+    files: list[Path]
+
+
+def kind_of_name(name: str) -> str:
+    """The kind of a file by its ending; empty for an unknown one."""
+    return KINDS.get(ending_of(name).removesuffix(".gz").removesuffix(".zst"), "")
+
+
+def ending_of(name: str) -> str:
+    """The ending with that of a compression: `.jsonl.gz`."""
+    stem, last = os.path.splitext(name.lower())
+    return os.path.splitext(stem)[1] + last if last in COMPRESSED else last
+
+
+def find(path: str, key: str) -> Found:
+    """Find what `path` of the recipe field `key` names: a file, a glob, a folder with files of one kind, or a hub name.
+
+    Files of a glob with unknown endings are text, as `**/*.py`; in a folder they are refused, since nothing names them.
+
+    Raises: FileNotFoundError if nothing is there; ValueError for files of several kinds or of unknown ones.
+    """
+    if path == STANDARD_LIBRARY:
+        return Found("text", [])
+    folder = Path(path).expanduser()
+    if path and folder.is_dir():
+        return _files_of_folder(folder, key)
+    has_magic = glob.has_magic(path)
+    if not has_magic and not folder.exists() and HUB_NAME.fullmatch(path) and not kind_of_name(path):
+        return Found("datasets", [])
+    files = find_files(path, key)
+    if tables := [file for file in files if ending_of(file.name) in TABLES]:
+        reader = TABLES[ending_of(tables[0].name)]
+        way_out = f'set data.source = "datasets", data.path = "{reader}" and data.files = {path!r}'
+        raise ValueError(f"{key}: {tables[0]} is a table that `datasets` reads; {way_out}")
+    return Found(_one_kind({file: kind_of_name(file.name) or "text" for file in files}, key, path), files)
+
+
+def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
+    """List the files of a glob, sorted. Errors name the recipe field `key`, and a glob that ends in `names`.
+
+    Raises: FileNotFoundError if no file matches, ValueError if one may not be read.
+    """
+    matches = glob.glob(str(Path(pattern).expanduser()), recursive=True) if pattern else []
+    files = sorted(path for path in map(Path, matches) if path.is_file())
+    if not files:
+        is_folder = [Path(path).is_dir() for path in matches] == [True]
+        found, folder = ("is a folder", pattern.rstrip("/")) if is_folder else ("matches no file", "corpus")
+        raise FileNotFoundError(
+            f"{key} = {pattern!r} {found} (working directory {Path.cwd()}); "
+            f"give a glob such as '{folder}/**/{names}', where ** matches folders of any depth"
+        )
+    _check_readable(files, key)
+    return files
+
+
+def _files_of_folder(folder: Path, key: str) -> Found:
+    """All files below a folder, without hidden ones and the side files of `datasets`."""
+    inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
+    kinds = {folder / name: kind_of_name(name.name) for name in names if name.name not in SIDE_FILES}
+    kinds = {file: kind for file, kind in kinds.items() if not (file.suffix == ".idx" and "tokens" in kinds.values())}
+    if not kinds:
+        raise FileNotFoundError(f"{key} = {str(folder)!r} is a folder without files; give one with {LISTED_ENDINGS}")
+    if unknown := [str(file) for file, kind in kinds.items() if not kind]:
+        raise ValueError(
+            f"{key} = {str(folder)!r} has files of unknown endings: {_named(unknown)}; the known ones are "
+            f"{LISTED_ENDINGS}; remove the others, or give a glob such as '{folder}/**/*{_a_known_ending(kinds)}'"
+        )
+    _check_readable(list(kinds), key)
+    return Found(_one_kind(kinds, key, str(folder)), list(kinds))
+
+
+def _one_kind(kinds: dict[Path, str], key: str, path: str) -> str:
+    """The kind of all files.
+
+    Raises: ValueError for several.
+    """
+    first = {kind: file for file, kind in reversed(kinds.items())}
+    if len(first) > 1:
+        examples = ", ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
+        raise ValueError(f"{key} = {path!r} has files of several kinds: {examples}; give a glob with files of one kind")
+    return next(iter(first))
+
+
+def _check_readable(files: list[Path], key: str) -> None:
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{key}: {file} cannot be read: permission denied; allow it, or leave it out of the glob")
+
+
+def _a_known_ending(kinds: dict[Path, str]) -> str:
+    return next((ending_of(file.name) for file, kind in kinds.items() if kind), ".txt")
+
+
+def _named(names: list[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

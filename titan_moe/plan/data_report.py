@@ -1,0 +1,72 @@
+"""What `titan-moe check` says of the data of a recipe: its files, and how long the run is. Files are only listed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_moe.config.data_files import STANDARD_LIBRARY, Found, find, find_files
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.run_length import known_steps, step_tokens
+from titan_moe.config.schema import counted
+from titan_moe.plan.cost.count import count_parameters
+
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+BYTES_OF_AN_ID = {"uint16": 2, "uint32": 4}
+
+
+def describe_data(recipe: Recipe) -> Iterator[str]:
+    """Lines about the length of the run, the data and the data of validation."""
+    train, steps = recipe.train, known_steps(recipe.train)
+    if steps is None:
+        yield f"{train.epochs:g} epochs, whose steps and tokens a run counts at its start"
+    else:
+        num_tokens = steps * step_tokens(train)
+        count = count_parameters(recipe.model) if recipe.model.class_ == ModelConfig.class_ else None
+        a_parameter = f", {num_tokens / count.total:.3g} a parameter" if count else ""
+        active = f" ({num_tokens / count.active:.3g} an active one)" if count else ""
+        yield f"{counted(steps, 'step')}: {num_tokens:,} tokens{a_parameter}{active}"
+    if recipe.data.source == "synthetic":
+        yield "synthetic: random ids without end"
+        return
+    yield _source(recipe)
+    for name, path in {"": recipe.validation.path, **recipe.validation.sets}.items():
+        if path:
+            yield f"validation{f' {name}' if name else ''}: {_files(recipe, recipe.validation.source, path)}"
+
+
+def _source(recipe: Recipe) -> str:
+    d = recipe.data
+    held_out = f"; {d.holdout_fraction:g} of the documents held out" if d.holdout_fraction else ""
+    streamed = ", streamed" if d.streams else ""
+    return f"{_files(recipe, d.source, d.files or d.path)}{streamed}{held_out}"
+
+
+def _files(recipe: Recipe, source: str, path: str) -> str:
+    """What a path names, with the number of tokens where it can be told from the size of the files."""
+    if path == STANDARD_LIBRARY or (source == "datasets" and not recipe.data.files):
+        return f"{source}: {path}"
+    try:
+        found = find(path, "data.path") if source == "auto" else Found(source, find_files(path, "data.path", "*"))
+        num_bytes = sum(map(_size, found.files))
+    except (OSError, ValueError) as error:
+        return f"{source}: {path} cannot be read here: {error}"
+    if not found.files:
+        return f"{found.kind}: {path}"
+    tokens = ""
+    if found.kind == "tokens":
+        tokens = f", some {num_bytes // BYTES_OF_AN_ID[recipe.data.token_dtype]:,} tokens"
+    elif found.kind == "text" and recipe.data.tokenizer == "bytes" and not any(map(_is_compressed, found.files)):
+        tokens = f", some {num_bytes + len(found.files):,} tokens"
+    return f"{found.kind}: {counted(len(found.files), 'file')} of {path}, {_in_words(num_bytes)}{tokens}"
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def _is_compressed(file: Path) -> bool:
+    return file.suffix.lower() in (".gz", ".zst")
+
+
+def _in_words(num_bytes: int) -> str:
+    return next((f"{num_bytes / size:.3g} {unit}" for unit, size in UNITS if num_bytes >= size), f"{num_bytes} bytes")
