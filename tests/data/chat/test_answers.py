@@ -1,6 +1,5 @@
 """Answers of ten templates: as transformers marks them, and by prefixes without its marks."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,17 +140,6 @@ def test_completions_are_learned_and_prompts_are_not(make: Callable[..., Any]) -
     assert texts(reference, *found(ours, texts_only)) == ["that<|im_end|>"]
 
 
-def test_plain_template_has_contents_only(tmp_path: Path) -> None:
-    folder = make_tokenizer(tmp_path)
-    chat = read_conversation({"prompt": "what? ", "completion": "that"})
-    for begins_with_bos in (False, True):
-        template = ChatTemplate(folder, "plain", begins_with_bos=begins_with_bos)
-        ids, marks = found(template, chat)
-        reference = AutoTokenizer.from_pretrained(folder)
-        assert reference.decode(ids) == "<s>" * begins_with_bos + "what? that</s>"
-        assert texts(reference, ids, marks) == ["that</s>"]
-
-
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
@@ -168,31 +156,3 @@ def test_conversations_without_answers_or_order_are_refused(
     _, ours = make(TEMPLATES["[INST], as Mistral"])
     with pytest.raises(RecordError, match=words):
         found(ours, Conversation(messages))
-
-
-def test_variables_of_the_template_are_no_arguments(make: Callable[..., Any]) -> None:
-    reference, ours = make("{{ 'deep' if think else 'short' }}" + TEMPLATES["chatml"])
-    for options, begin in (({"think": True}, "deep<"), ({}, "short<")):
-        ids, _ = found(ours, Conversation(SHORT, options=options))
-        assert reference.decode(ids).startswith(begin)
-    with pytest.raises(RecordError, match="'chat_template' in `chat_template_kwargs`, which is no variable"):
-        found(ours, Conversation(SHORT, options={"chat_template": "{{ 1 }}"}))
-
-
-def test_templates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    folder = make_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="has no chat template; set data.chat.template to a file"):
-        ChatTemplate(folder, "", begins_with_bos=False)
-    with pytest.raises(ValueError, match="cannot be read: .*give a file with a template in Jinja"):
-        ChatTemplate(folder, f"{folder}/none.jinja", begins_with_bos=False)
-    (tmp_path / "own.jinja").write_text(TEMPLATES["chatml"])
-    assert ChatTemplate(folder, f"{folder}/own.jinja", begins_with_bos=False).has_answers
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read by transformers"):
-        ChatTemplate(folder, "plain", begins_with_bos=False)
-
-
-def test_chats_without_transformers_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'titan_moe\[hf\]'"):
-        ChatTemplate(make_tokenizer(tmp_path), "", begins_with_bos=False)
