@@ -91,7 +91,6 @@ KEPT = {
     "model.logits_scaling": "Granite",
     "model.head_bias": "Phi-3.5-MoE",
     "model.attention.softmax_scale": "Granite",
-    "model.attention.kind": "MLA in DeepSeek, GQA elsewhere",
     "model.attention.num_heads": "shape of every model",
     "model.attention.num_kv_heads": "shape of gqa",
     "model.attention.head_dim": "shape of gqa",

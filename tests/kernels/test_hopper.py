@@ -42,6 +42,7 @@ from titan_moe.kernels.optim.moments_8bit import Moment
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.rope.backward import rotary_backward
 from titan_moe.kernels.rope.forward import rotary_forward
+from titan_moe.kernels.rope.latent_heads import launch_backward, launch_forward
 from titan_moe.kernels.router.backward import route_backward
 from titan_moe.kernels.router.forward import route_forward
 from titan_moe.kernels.router.routing import Routing, RoutingRule
@@ -343,6 +344,17 @@ ROTARIES: dict[str, Callable[[], object]] = {
 }
 
 
+def heads_of_latents(direction: str, *, heads: int = 16, is_interleaved: bool = True) -> object:
+    """Of DeepSeek-V2-Lite, with gradients as attention kernels return them, heads before positions or not."""
+    batch, length, c, r, v = 4, S // 4, 128, 64, 128
+    tables = single(length, r // 2), single(length, r // 2)
+    if direction == "forward":
+        projections = half(batch, length, heads * (c + r)), half(batch, length, heads * (c + v))
+        return launch_forward(*projections, half(batch, length, 1, r), *tables, c, v, is_interleaved)
+    grads = (half(batch, length, heads, width) for width in (c + r, c + r, v))
+    return launch_backward(*grads, *tables, is_interleaved)
+
+
 def symm_mem_arrays(num_ranks: int, width: int) -> SymmArrays:
     """The arrays of a rank, with S tokens on every rank."""
     arrays = (
@@ -406,6 +418,11 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     **{f"clones_{p}_{c}": partial(exchange_clones, p, c, D, 768) for p, c in ((8, 1), (4, 2))},
     **{f"tile_schedule_{p}_ranks": partial(tile_schedule, p) for p in (2, 8)},
     **ROTARIES,
+    **{f"latent_heads_{direction}": partial(heads_of_latents, direction) for direction in ("forward", "backward")},
+    **{
+        f"latent_heads_{direction}_of_halves": partial(heads_of_latents, direction, heads=128, is_interleaved=False)
+        for direction in ("forward", "backward")
+    },
     **{
         f"symm_mem_{p}_ranks_{d}": partial(exchange_rows, p, d)
         for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))

@@ -305,6 +305,28 @@ def routing(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [*samples, Sample("strided", (logits_BNE.transpose(0, 1).contiguous().transpose(0, 1), *rest), 1)]
 
 
+def heads_of_latents(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Both projections and the shared part of keys; the tables are scaled by 1.2."""
+
+    def sample(name: str, *shape: int, keys: int = 0, is_interleaved: bool = True) -> Sample:
+        batch, length, num_heads, nope_dim, rope_dim, v_dim = shape
+        keys = keys or length
+        sizes = (length, num_heads * (nope_dim + rope_dim)), (keys, num_heads * (nope_dim + v_dim)), (keys, 1, rope_dim)
+        leaves = [torch.randn(batch, *size, device=device, dtype=dtype) for size in sizes]
+        angles_NP = torch.rand(length, rope_dim // 2, device=device) * 6
+        return Sample(name, (*leaves, 1.2 * angles_NP.cos(), 1.2 * angles_NP.sin(), nope_dim, v_dim, is_interleaved), 3)
+
+    first = sample("odd", 2, 5, 3, 6, 10, 7)
+    return [
+        first,
+        sample("halves", 2, 5, 9, 12, 6, 20, is_interleaved=False),
+        sample("more_keys", 1, 3, 4, 16, 8, 16, keys=11),
+        sample("many_tiles", 2, 17, 18, 128, 64, 128),
+        sample("no_sequence", 0, 5, 2, 8, 8, 8),
+        Sample("strided", (*strided(*first.args[:3]), *first.args[3:]), 3),
+    ]
+
+
 def heads(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     """Queries, keys and values; the tables are scaled by 1.2, as YaRN scales them."""
 
@@ -488,6 +510,7 @@ SAMPLES = {
     "swiglu_down": Samples(swiglu_down),
     "router_logits": Samples(logits),
     "route_tokens": Samples(routing, FP32, outputs=flat_routing),
+    "latent_heads": Samples(heads_of_latents),
     "norm_and_rotate": Samples(heads),
     "linear_cross_entropy": Samples(labels),
     "fused_cross_entropy": Samples(labels_of_fused_loss),

@@ -50,6 +50,16 @@ EXPERIMENTAL = (
         lambda recipe: recipe.parallel.tp > 1,
     ),
     Experimental("model.attention.sinks", True, _ON_CPUS_ALONE),
+    Experimental(
+        "model.attention.kind",
+        "mla",
+        "its rotation in Triton never run on GPUs",
+        lambda recipe: (
+            recipe.run.device != "cpu"
+            and recipe.perf.kernels in ("auto", "fused")
+            and recipe.perf.override.rotary != "torch"
+        ),
+    ),
     Experimental("model.moe.router_bias", True, _ON_CPUS_ALONE),
     Experimental(
         "model.moe.expert_mlp_bias",

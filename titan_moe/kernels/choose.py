@@ -24,6 +24,7 @@ from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy
 from titan_moe.kernels.optim.accumulate import Accumulate, accumulate, accumulate_reference
 from titan_moe.kernels.permute.counting_sort import counting_sort
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
+from titan_moe.kernels.rope.latent_heads import latent_heads, latent_heads_reference
 from titan_moe.kernels.rope.norm_and_rotate import norm_and_rotate, norm_and_rotate_reference
 from titan_moe.kernels.router.fused_router import route_tokens
 from titan_moe.kernels.router.logits import RouterLogits, router_logits, router_logits_reference
@@ -32,6 +33,7 @@ from titan_moe.kernels.router.routing import RouteTokens, route_tokens_reference
 PERMUTE: dict[str, Permute] = {"torch": sort_by_expert, "triton": counting_sort}
 ROUTER_LOGITS: dict[str, RouterLogits] = {"torch": router_logits_reference, "triton": router_logits}
 ROUTE_TOKENS: dict[str, RouteTokens] = {"torch": route_tokens_reference, "triton": route_tokens}
+LATENT_HEADS = {"torch": latent_heads_reference, "triton": latent_heads}
 NORM_AND_ROTATE = {"torch": norm_and_rotate_reference, "triton": norm_and_rotate}
 CROSS_ENTROPY: dict[str, CrossEntropy] = {"torch": linear_cross_entropy, "triton": fused_cross_entropy}
 ACCUMULATE: dict[str, Accumulate] = {"torch": accumulate_reference, "triton": accumulate}

@@ -5,11 +5,11 @@ B batch · N sequence · H heads · D model width
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
+from titan_moe.kernels.choose import LATENT_HEADS
 from titan_moe.layers.attention import Context, causal_attention, keys_of_own_tokens
 from titan_moe.layers.rope import rotation, scaled, yarn_scale
 
@@ -17,10 +17,8 @@ from titan_moe.layers.rope import rotation, scaled, yarn_scale
 class MultiHeadLatentAttention(nn.Module):
     """Attention with low-rank keys and values; all heads share one small rotated part of the key.
 
-    The width of the projections gives the number of heads: a tensor-parallel rank has fewer. The rotation ignores
-    `Kernels.rotary`: without a norm there are only two necessary copies beside it, and a compiler fuses all three.
-    `gather_keys` takes latents and the rotated part of keys to those of whole sequences, where a rank has queries of
-    some tokens.
+    The width of the projections gives the number of heads: a tensor-parallel rank has fewer. `gather_keys` takes
+    latents and the rotated part of keys to those of whole sequences, where a rank has queries of some tokens.
     """
 
     residual_ends = ("out.weight",)
@@ -32,7 +30,8 @@ class MultiHeadLatentAttention(nn.Module):
         self.nope_dim, self.rope_dim, self.v_dim = a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim
         self.kv_lora_rank, self.qk_dim = a.kv_lora_rank, a.qk_nope_head_dim + a.qk_rope_head_dim
         self.scale = a.scale * yarn_scale(a.yarn_factor, a.yarn_mscale_all_dim) ** 2
-        self.rotate = rotation(a)
+        self.rotate, self.is_interleaved = rotation(a), a.rope_is_interleaved
+        self.latent_heads = LATENT_HEADS[kernels.rotary]
         if a.q_lora_rank:
             self.q_down = nn.Linear(width, a.q_lora_rank, bias=False)
             self.q_norm = nn.RMSNorm(a.q_lora_rank, a.latent_norm_eps)
@@ -59,12 +58,10 @@ class MultiHeadLatentAttention(nn.Module):
 
     def up(self, from_BND: Tensor, latent: Tensor, k_rope: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, N, H, D] each."""
-        q_nope, q_rope = self.q_up(from_BND).unflatten(-1, (-1, self.qk_dim)).split([self.nope_dim, self.rope_dim], -1)
-        kv_BNHD = self.kv_up(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
-        k_nope, v_BNHD = kv_BNHD.split([self.nope_dim, self.v_dim], dim=-1)
-        q_rope = self.rotate(q_rope, context.cos_NR, context.sin_NR)
-        q_BNHD = torch.cat([q_nope, q_rope], dim=-1)
-        k_BNHD = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:3], -1)], dim=-1)
+        projected, tables = (self.q_up(from_BND), self.kv_up(latent)), (context.cos_NR, context.sin_NR)
+        q_BNHD, k_BNHD, v_BNHD = self.latent_heads(
+            *projected, k_rope, *tables, self.nope_dim, self.v_dim, self.is_interleaved
+        )
         return scaled(q_BNHD, context.query_factors_N), k_BNHD, v_BNHD
 
     def core(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context) -> Tensor:
