@@ -8,6 +8,7 @@ import torch
 from benchmark_case import Benchmark, Case, Ops
 from optimizer_benchmarks import OPTIMIZER_BENCHMARKS
 from random_routing import draw_experts, draw_plan
+from rope_benchmarks import ROPE_BENCHMARKS
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
@@ -226,23 +227,6 @@ def flat_routing(route: RouteTokens) -> Callable[[Tensor, Tensor, RoutingRule], 
     return op
 
 
-def rotary(query_heads: int, key_heads: int, has_norm: bool) -> Case:
-    """Queries and keys in and out; backward also reads them before the norm, and moves the values' gradient."""
-    length, head_dim = 4096, 128  # of four sequences
-    queries_and_keys, values = (2.0 * 16_384 * 128 * heads for heads in (query_heads + key_heads, key_heads))
-    backward = (3 if has_norm else 2) * queries_and_keys + 2 * values
-
-    def draw(device: torch.device) -> Sample:
-        qkv_BNX = half(device, 4, length, (query_heads + 2 * key_heads) * head_dim)
-        weights = [1 + half(device, head_dim) / 8 if has_norm else None for _ in range(2)]
-        frequencies_R = 100.0 ** (-torch.arange(head_dim // 2, device=device) / (head_dim // 2))
-        angles_NR = torch.arange(length, device=device)[:, None] * frequencies_R
-        tables = (1.2 * angles_NR.cos(), 1.2 * angles_NR.sin())
-        return Sample("", (qkv_BNX, *weights, *tables, key_heads, head_dim, 1e-6, False), 3 if has_norm else 1)
-
-    return Case(draw, 0, 0, 2 * queries_and_keys, 2 * queries_and_keys + backward)
-
-
 def head(num_tokens: int, width: int, vocabulary: int) -> Case:
     """Forward also computes the gradients. Each implementation takes chunks of its own size."""
     flops, moved = 6.0 * num_tokens * width * vocabulary, 4.0 * width * (num_tokens + vocabulary)
@@ -361,10 +345,7 @@ BENCHMARKS = {
             "torch, compiled": as_one_graph(ROUTERS["torch"]),
         },
     ),
-    "norm_and_rotate": Benchmark(
-        {"qwen3": rotary(32, 4, True), "mixtral": rotary(32, 8, False)},
-        of_registry("norm_and_rotate"),
-    ),
+    **ROPE_BENCHMARKS,
     "linear_cross_entropy": Benchmark(HEAD, {"titan_moe": LOSS.op, **TORCH_HEADS}),
     "fused_cross_entropy": Benchmark(
         HEAD,
