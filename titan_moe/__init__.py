@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from titan_moe.config.precision import PrecisionConfig as PrecisionConfig
     from titan_moe.config.recipe import Recipe as Recipe
+    from titan_moe.config.schema import Table as Table
     from titan_moe.config.train import (
         CheckpointConfig as CheckpointConfig,
     )
@@ -158,6 +159,7 @@ _MODULES = {
     "SymmMemory": "titan_moe.dispatch.symm_mem.memory",
     "TokenDispatcher": "titan_moe.dispatch",
     "TopKRouter": "titan_moe.layers.router",
+    "Table": "titan_moe.config.schema",
     "TrainConfig": "titan_moe.config.train",
     "Transformer": "titan_moe.models.transformer",
     "ValidationConfig": "titan_moe.config.train",
