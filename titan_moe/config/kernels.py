@@ -40,7 +40,8 @@ class KernelOverrides:
     router: Literal["no", "torch", "triton"] = "no"
     """The router: logits, scores, top-k, weights and counts."""
     rotary: Literal["no", "torch", "triton"] = "no"
-    """Norm and rotation of queries and keys in `gqa`; `mla` always rotates in PyTorch."""
+    """Norm and rotation of queries and keys in `gqa`; in `mla` queries, keys and values from projections, with the
+    rotation."""
     head: Literal["no", "torch", "triton"] = "no"
     """Cross entropy of the output head: softmax and its gradient between the GEMMs, and their buffers."""
     gradients: Literal["no", "torch", "triton"] = "no"
