@@ -248,7 +248,7 @@ def test_files_of_an_arena_with_clones_give_the_same_bits(ranks: Any, tmp_path: 
 @pytest.mark.few("ways0")
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "ways", [("delayed",), ("kept", "rows", "lifted", "delayed, lifted", "nothing", "checkpointed")]
+    "ways", [("delayed",), ("kept", "rows", "lifted", "delayed, lifted", "nothing", "checkpointed", "compiled")]
 )
 def test_files_of_an_arena_with_biases_give_the_same_bits(ranks: Any, tmp_path: Path, ways: tuple[str, ...]) -> None:
     check_ways(ranks(2, run_ways, str(tmp_path), ways, True, 0, biased_expert_mlp))
