@@ -53,7 +53,7 @@ EXPERIMENTAL = (
     Experimental(
         "model.attention.kind",
         "mla",
-        "its rotation in Triton never run on GPUs",
+        "its rotation in Triton not timed beside PyTorch's in one call",
         lambda recipe: (
             recipe.run.device != "cpu"
             and recipe.perf.kernels in ("auto", "fused")
@@ -64,18 +64,18 @@ EXPERIMENTAL = (
     Experimental(
         "model.moe.expert_mlp_bias",
         True,
-        "in fused experts never run on GPUs",
+        "in fused experts not timed",
         lambda recipe: (
             recipe.run.device != "cpu" and "grouped_mm" not in (recipe.perf.kernels, recipe.perf.override.experts)
         ),
     ),
-    Experimental("precision.master", "fp32_split", _ON_CPUS_ALONE),
-    Experimental("memory.park", "moments", _ON_CPUS_ALONE),
-    Experimental("memory.park", "states", _ON_CPUS_ALONE),
+    Experimental("memory.park", "moments", "not timed"),
+    Experimental("memory.park", "states", "not timed"),
     Experimental("precision.gradients", "bf16", "its losses are not measured"),
     Experimental("precision.dgrad", "compute", _UNTIMED_GEMM, lambda recipe: bool(recipe.precision.formats)),
     Experimental("precision.wgrad", "compute", _UNTIMED_GEMM, lambda recipe: bool(recipe.precision.formats)),
-    *(Experimental("memory.offload", name, "never run on GPUs") for name in ("block", "attention", "ffn_norm")),
+    Experimental("memory.offload", "block", "4 % slower than recompute alone on 4 GPUs, with DeepSeek-V2-Lite"),
+    *(Experimental("memory.offload", name, "not timed") for name in ("attention", "ffn_norm")),
 )
 
 
