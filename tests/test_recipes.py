@@ -16,7 +16,7 @@ from titan_moe.plan.resolved import Resolved
 RECIPES = Path(__file__).parents[1] / "recipes"
 RUNS = sorted(file for file in RECIPES.glob("*.toml"))
 SHAPES = sorted((RECIPES / "models").glob("*.toml"))
-RANKS = {"quickstart": 1, "deepseek_v3": 128}
+RANKS = {"quickstart": 1, "deepseek_v3": 128, "qwen3_235b_a22b": 64}
 """Ranks that a recipe is written for; 8 where it says nothing else."""
 
 
