@@ -9,12 +9,11 @@ import os
 import runpy
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ class Ranks:
         worker = str(Path(__file__).parent / "support" / "rank_worker.py")
         for rank in range(len(self.pipes), num_ranks):
             pipe, theirs = self.context.Pipe()
-            names = {"PIPE": theirs, "RANK": rank}
+            names = {"PIPE": theirs, "RANK": rank, "STDERR": reduction.DupFd(2)}
             process = self.context.Process(target=runpy.run_path, args=(worker, names, "__main__"))
             process.start()
             theirs.close()
@@ -157,22 +156,26 @@ def takes_all_steps(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--layouts") is not None
 
 
+PYTEST = """
+import os, sys, pytest
+os.dup2(2, 1)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 class Beside:
     """Runs the tests of a mark in a process of its own, which begins with the session and works beside it.
 
     `arguments` are files and options of pytest.
     """
 
-    def __init__(self, arguments: list[str], mark: str, num_moved: int, **variables: str) -> None:
-        """`num_moved` tests run there instead of here."""
-        self.log, self.num_moved = tempfile.TemporaryFile("w+"), num_moved
+    def __init__(self, arguments: list[str], mark: str, num_moved: int, server: forks.Server | None) -> None:
+        """`num_moved` tests run there instead of here. It is a fork of this process's server, or of the one given."""
+        self.num_moved = num_moved
         self.timeout = None if any(argument.startswith("--") for argument in arguments) else BESIDE_TIMEOUT_SECONDS
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-v", "-m", mark, *arguments],
-            env=os.environ | {"PYTEST_ADDOPTS": ""} | variables,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
+        variables = os.environ | {"PYTEST_ADDOPTS": ""} | (server.variables if server else {})
+        with server.used() if server else nullcontext():
+            self.process = forks.Forked(PYTEST, ["-v", "-m", mark, *arguments], variables)
 
     def finish(self) -> tuple[int, str]:
         """Wait for it: its exit code, and what it printed."""
@@ -185,8 +188,7 @@ class Beside:
             except subprocess.TimeoutExpired:
                 self.process.kill()
             code = self.process.wait() or -1
-        self.log.seek(0)
-        return code, self.log.read()
+        return code, self.process.communicate()[1]
 
     def assert_all_ran(self) -> None:
         """Wait for it: all passed or skipped themselves, and none was left out."""
@@ -195,13 +197,8 @@ class Beside:
         assert code == 0 and " PASSED" in log and num_ran >= self.num_moved, f"{num_ran} of {self.num_moved}\n{log}"
 
 
-BESIDE = {
-    # fixture: a mark, and the environment of its processes
-    "interpreter": ("interpreted", {"TRITON_INTERPRET": "1"}),  # Triton must be told before it is imported
-    "launches": ("launches", {}),
-    "pools": ("ranks", {}),
-    "slow_ones": ("one_process", {}),
-}
+BESIDE = {"interpreter": "interpreted", "launches": "launches", "pools": "ranks", "slow_ones": "one_process"}
+"""Fixture: a mark."""
 SHARES = {"interpreter": 2, "launches": 1, "pools": 2, "slow_ones": 2}
 """Fixtures, whose tests leave the process that waits for them, and the processes that share them: ranks wait for each
 other, and two pools keep the cores busy where one would not."""
@@ -248,25 +245,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     waited_for = {name for item in session.items for name in _waits_for(item)}
     if session.config.option.collectonly:
         return
-    of_mark = {mark: [item for item in session.items if item.get_closest_marker(mark)] for mark, _ in BESIDE.values()}
+    of_mark = {mark: [item for item in session.items if item.get_closest_marker(mark)] for mark in BESIDE.values()}
     if session.config.option.markexpr:  # none of their tests was asked for
-        unasked = {name for name in waited_for if not of_mark[BESIDE[name][0]]}
+        unasked = {name for name in waited_for if not of_mark[BESIDE[name]]}
         waited_for -= unasked
         left_out = [item for item in session.items if unasked & _waits_for(item)]
         session.items[:] = [item for item in session.items if item not in left_out]
         session.config.hook.pytest_deselected(items=left_out)
     # a whole run: they need not run here too
-    moved = {item for name in waited_for for item in of_mark[BESIDE[name][0]]}
+    moved = {item for name in waited_for for item in of_mark[BESIDE[name]]}
     session.items[:] = [item for item in session.items if item not in moved]
     session.config.hook.pytest_deselected(items=list(moved))
     num_layouts = session.config.option.layouts
     options = [] if num_layouts is None else [f"--layouts={num_layouts}"]
     options += ["--all-cases"] * session.config.option.all_cases
     started: dict[str, list[Beside]] = {}
-    for name in waited_for:
-        mark, variables = BESIDE[name]
+    interpreting = forks.Server(TRITON_INTERPRET="1")  # Triton must be told before it is imported
+    for name in sorted(waited_for, key=list(SHARES).index):
+        mark, server = BESIDE[name], interpreting if name == "interpreter" else None
         shares = _shares(of_mark[mark], mark, SHARES[name]) or [([str(Path(__file__).parent)], 0)]
-        started[name] = [Beside(files + options, mark, num_moved, **variables) for files, num_moved in shares]
+        started[name] = [Beside(files + options, mark, num_moved, server) for files, num_moved in shares]
     session.config.stash[STARTED] = started
 
 

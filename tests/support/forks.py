@@ -12,10 +12,12 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 
@@ -48,14 +50,32 @@ def context() -> BaseContext:
     found = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if found.get_start_method() == "forkserver":
         found.set_forkserver_preload(list(IMPORTED))
+        with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore:resource_tracker"):  # of semaphores of killed ranks
+            resource_tracker.ensure_running()
     return found
 
 
-class Forked:
-    """A script in a process of its own, as by `python -c SCRIPT WORDS`, with what tests use of `subprocess.Popen`.
+class Server:
+    """A process of its own that is forked, for another environment than this process has while it is imported."""
 
-    Ranks that it starts by torchrun are forks of it.
-    """
+    def __init__(self, **variables: str) -> None:
+        self.variables, self.server = variables, forkserver.ForkServer()
+        self.server.set_forkserver_preload(list(IMPORTED))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within the `with` block forks are of it, and so are those that they start later."""
+        connect = mock.patch.object(forkserver, "connect_to_new_process", self.server.connect_to_new_process)
+        with (
+            mock.patch.dict(os.environ, self.variables),
+            connect,
+            mock.patch.object(forkserver, "ensure_running", self.server.ensure_running),
+        ):
+            yield
+
+
+class Forked:
+    """A script in a process of its own, as by `python -c SCRIPT WORDS`, with what is used of `subprocess.Popen`."""
 
     def __init__(self, script: str, words: list[str], environment: dict[str, str], folder: Path | None = None) -> None:
         self.said = b""
@@ -109,13 +129,20 @@ def _run(script: str, words: list[str], environment: dict[str, str], said: Conne
         os.dup2(nothing.fileno(), 1)
     os.dup2(said.fileno(), 2)
     said.close()
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    SubprocessHandler._popen = lambda handler, args, environment: Rank(handler, args, environment)
+    server = forkserver._forkserver
+    if server._forkserver_address is not None:  # what this fork starts are forks of the same process
+        server.ensure_running = lambda: None
     with _ends_as_a_program():
         _start_anew(environment)
         sys.argv = ["-c", *words]
         exec(script, {"__name__": "__main__"})
+
+
+def fork_ranks() -> None:
+    """From now on, ranks that torchrun starts here are forks of this process."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    SubprocessHandler._popen = lambda handler, args, environment: Rank(handler, args, environment)
 
 
 class Rank:

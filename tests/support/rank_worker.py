@@ -20,7 +20,10 @@ COLLECTION_THRESHOLDS = (20_000, 10, 100)
 """A compilation makes many objects, few of them garbage: Python's own thresholds take a tenth of its time."""
 
 
-def main(pipe: Connection, rank: int) -> None:
+def main(pipe: Connection, rank: int, stderr: int) -> None:
+    for number in (1, 2):
+        os.dup2(stderr, number)
+    os.close(stderr)
     faulthandler.enable()  # who dies of a signal says where
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -62,4 +65,4 @@ def release_groups() -> None:
 
 
 if __name__ == "__main__":
-    main(PIPE, RANK)  # noqa: F821, given by whoever runs this file
+    main(PIPE, RANK, STDERR.detach())  # noqa: F821, given by whoever runs this file

@@ -30,6 +30,10 @@ import sys
 from titan_moe import cli
 sys.exit(cli.main())
 """
+FORK_RANKS = """
+from support import forks
+forks.fork_ranks()
+"""
 SIGNALLED = """
 import os, sys, threading
 from titan_moe import cli
@@ -144,7 +148,7 @@ def start(words: list[str], script: str, folder: Path | None = None, is_fork: bo
     kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
     variables = {**kept, "OMP_NUM_THREADS": "1"}
     if is_fork:
-        return Forked(script, words, variables, folder)
+        return Forked(FORK_RANKS + script, words, variables, folder)
     command = [sys.executable, "-c", script, *words]
     return subprocess.Popen(
         command, env=variables, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
