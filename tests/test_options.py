@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from titan_moe.config.adapter import KINDS
 from titan_moe.config.experimental import EXPERIMENTAL, Experimental, describe_experimental
 from titan_moe.config.explain import explain
 from titan_moe.config.offload import OFFLOADABLE
@@ -149,6 +150,15 @@ KEPT = {
     "model.moe.score_on": "input in Llama 4",
     "model.moe.z_loss_coef": "ST-MoE, OLMoE",
     "model.moe.bias_update_speed": "DeepSeek-V3",
+    "model.adapter.rank": "LoRA",
+    "model.adapter.alpha": "LoRA",
+    "model.adapter.targets": "PEFT's target_modules, by kind",
+    "model.adapter.use_rslora": "rsLoRA: ranks of 64 and more",
+    **{
+        f"model.adapter.{kind}.{name}": "PEFT's rank_pattern and alpha_pattern"
+        for kind in ("attention", "dense", "shared", "experts")
+        for name in ("rank", "alpha")
+    },
     "parallel.pp": "models that the other axes do not fit into memory, and links between nodes that FSDP fills",
     "parallel.pp_schedule": "bubble, memory and messages differ: torch.distributed.pipelining and Megatron offer them",
     "parallel.vpp": "Megatron's virtual pipeline: a smaller bubble for more messages",
@@ -247,6 +257,8 @@ KEPT = {
     "profile.num_steps": "a trace of a few steps",
 }
 """Option -> why it is there all the same."""
+LISTED = {"memory.offload": OFFLOADABLE, "model.adapter.targets": KINDS}
+"""The entries of lists."""
 OPTIONS = {name: key for name, key in all_keys(Recipe).items() if not key.is_section}
 
 
@@ -274,7 +286,7 @@ def test_the_measurement_is_there_and_is_won(option: str) -> None:
 @pytest.mark.parametrize("row", EXPERIMENTAL, ids=lambda row: row.setting)
 def test_what_is_experimental_is_said(row: Experimental) -> None:
     key = OPTIONS[row.key]
-    assert row.value in (OFFLOADABLE if key.is_list else key.choices or {True, False}) and row.value != key.default
+    assert row.value in (LISTED.get(row.key) or key.choices or {True, False}) and row.value != key.default
     said = " ".join(explain(row.key).split())
     assert f"EXPERIMENTAL: {row.reason}." in said
 

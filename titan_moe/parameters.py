@@ -30,11 +30,19 @@ class ParameterKind(Enum):
     HEAD = auto()
     SCALE = auto()  # of a norm
     BIAS = auto()
+    FACTOR_IN = auto()  # of an adapter, the low-rank factor that reads the input
+    EXPERT_FACTOR_IN = auto()  # one for each expert
+    FACTOR_OUT = auto()
 
     @property
     def is_matrix(self) -> bool:
         """Whether it is a linear map or a table of vectors."""
         return self not in (ParameterKind.SCALE, ParameterKind.BIAS)
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether it belongs to an adapter."""
+        return self in (ParameterKind.FACTOR_IN, ParameterKind.EXPERT_FACTOR_IN, ParameterKind.FACTOR_OUT)
 
 
 TORCH_KINDS: dict[type[nn.Module], Mapping[str, ParameterKind]] = {
@@ -84,6 +92,33 @@ def residual_ends(model: nn.Module) -> set[str]:
         f"{name}.{end}" if name else end
         for name, module in model.named_modules()
         for end in getattr(module, "residual_ends", ())
+    }
+
+
+class Factors(NamedTuple):
+    """The adapter of a weight: scale · B A is added to it, of each matrix of a fused weight."""
+
+    a: str  # names
+    b: str
+    rows: tuple[int, ...]  # of each matrix, one below the other; empty where matrices are dimensions of a tensor
+    scale: float
+
+    def delta(self, a: Tensor, b: Tensor) -> Tensor:
+        """What is added to the weight, in fp32 or wider."""
+        wide = torch.promote_types(a.dtype, torch.float32)
+        a, b = a.to(wide), b.to(wide)
+        if len(self.rows) < 2:
+            return (b @ a) * self.scale
+        of_each = zip(b.split(self.rows), a.chunk(len(self.rows)), strict=True)
+        return torch.cat([b_of_one @ a_of_one for b_of_one, a_of_one in of_each]) * self.scale
+
+
+def factors_of(model: nn.Module) -> dict[str, Factors]:
+    """The adapters of weights by the names of these, from the modules' `low_rank` (relative names)."""
+    return {
+        f"{name}.{weight}": factors._replace(a=f"{name}.{factors.a}", b=f"{name}.{factors.b}")
+        for name, module in model.named_modules()
+        for weight, factors in getattr(module, "low_rank", {}).items()
     }
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import Recipe, RecipeError, load_recipe
+from titan_moe.config.adapter import KINDS
 from titan_moe.config.explain import explain, list_fields, recipe_with_explanations, split_values
 from titan_moe.config.offload import OFFLOADABLE
 from titan_moe.config.recompute import AUTO, NONE, RECOMPUTABLE
@@ -38,6 +39,7 @@ def test_explain_values_of_a_docstring() -> None:
 
 def test_explain_covers_all_values_of_a_field_or_none() -> None:
     of_lists = {"memory.recompute": {AUTO, NONE, *RECOMPUTABLE}, "memory.offload": {*OFFLOADABLE}}
+    of_lists["model.adapter.targets"] = {*KINDS}
     for key in all_keys(Recipe).values():
         values = split_values(docstring_of(key))[1]
         assert not values or values.keys() == of_lists.get(key.dotted, key.choices.keys()), key.dotted

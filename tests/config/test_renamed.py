@@ -194,7 +194,6 @@ sequence_parallel_degree                parallel.cp
 val_set_size                            data.holdout_fraction
 saves_per_epoch                         checkpoint.every_steps
 base_model                              no field
-adapter                                 no field
 wandb_project                           no field
 train_batch_size                        train.global_batch_sequences
 train_micro_batch_size_per_gpu          train.micro_batch_sequences
@@ -240,7 +239,7 @@ TABLES_OF_OTHERS = {
     "model.attn": "did you mean model.attention?",
     "wandb": "there is no field for it: metrics are in metrics.jsonl",
     "model.layers": "titan-moe check --explain model lists",
-    "lora": "the sections are run, model",
+    "lora": "did you mean model.adapter?",
 }
 
 

@@ -70,6 +70,46 @@ BROKEN = {
         '--optim.trainable=["head.*"] --parallel.expert_clones=auto',
         'parallel.expert_clones = "auto" needs routed experts that optim.trainable = ["head.*"] trains',
     ),
+    "adapter_options_need_a_rank": (
+        "--model.adapter.alpha=32.0",
+        "model.adapter.alpha = 32.0 needs adapters, but model.adapter.rank = 0",
+    ),
+    "targets_are_there": (
+        '--model.adapter.rank=8 --model.adapter.targets=["attention","shared","heads"]',
+        'model.adapter.targets: the model has no shared experts for "shared"',
+    ),
+    "adapters_are_of_the_default_class": (
+        "--model.adapter.rank=8 --model.class=own.models:Mine",
+        "model.adapter.rank = 8 needs the default model.class",
+    ),
+    "adapted_experts_are_not_fused": (
+        "--model.adapter.rank=8 --perf.kernels=fused",
+        'fused experts have no adapters, and model.adapter.targets has "experts"',
+    ),
+    "adapted_experts_multiply_in_compute": (
+        "--model.adapter.rank=8 --precision.format=fp8_rowwise --precision.compute=bf16",
+        "needs experts in compute's dtype",
+    ),
+    "adapted_experts_have_no_clones": (
+        "--model.adapter.rank=8 --parallel.expert_clones=auto",
+        'parallel.expert_clones = "auto" has no adapters',
+    ),
+    "adapters_do_not_overlap_tp": (
+        '--model.adapter.rank=8 --model.adapter.targets=["attention"] --parallel.tp=2 --parallel.tp_comm_overlap=true',
+        "parallel.tp_comm_overlap = true has no adapters",
+    ),
+    "adapted_heads_are_not_shared": (
+        '--model.adapter.rank=8 --model.adapter.targets=["attention"] --parallel.tp=4 --model.attention.num_kv_heads=2',
+        "parallel.tp = 4 exceeds model.attention.num_kv_heads = 2, with adapters of attention",
+    ),
+    "edp_divides_adapted_width": (
+        "--model.adapter.rank=8 --model.moe.ffn_hidden_size=36 --parallel.ep=1 --parallel.dispatcher=local",
+        "edp = 8 does not divide the hidden width 36 of a rank",
+    ),
+    "adapted_rank_is_aligned": (
+        "--model.adapter.rank=12",
+        "the rank 12 of adapters of routed experts is no multiple of 8",
+    ),
     "kv_heads_divide_heads": (
         "--model.attention.num_kv_heads=3",
         "num_kv_heads = 3 does not divide model.attention.num_heads = 8",

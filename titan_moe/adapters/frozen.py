@@ -8,21 +8,22 @@ import torch
 from torch import nn
 
 from titan_moe.config import RecipeError
-from titan_moe.config.trainable import Patterns, trains, unmatched
+from titan_moe.config.trainable import NOTHING, Patterns, trains, unmatched
+from titan_moe.parameters import named_kinds
 
 
-def freeze(model: nn.Module, patterns: Patterns, dtype: torch.dtype) -> None:
-    """Freeze all parameters whose names match none of the patterns, in place; nothing without patterns. The model may
-    be on the meta device, and is not sharded yet.
+def freeze(model: nn.Module, patterns: Patterns, dtype: torch.dtype, *, has_adapters: bool = False) -> None:
+    """Freeze all parameters whose names match none of the patterns, in place; without patterns all but adapters, or
+    nothing where there are none. The model may be on the meta device, and is not sharded yet.
 
     Raises: RecipeError for a pattern that matches no parameter.
     """
-    if not patterns:
+    if not patterns and not has_adapters:
         return
     names = [name for name, _ in model.named_parameters()]
     if problems := list(unmatched(names, patterns)):
         raise RecipeError(problems)
-    for name, parameter in model.named_parameters():
-        if not trains(name, patterns):
+    for name, parameter, kind in list(named_kinds(model)):
+        if not kind.is_factor and not trains(name, patterns or NOTHING):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)

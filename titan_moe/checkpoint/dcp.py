@@ -1,7 +1,7 @@
 """Save and resume a run with torch.distributed.checkpoint. The last complete checkpoint is never lost."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -23,10 +23,11 @@ from titan_moe.checkpoint.hf_export import dtype_of, keep_source, left_out, sour
 from titan_moe.checkpoint.keep import kept_steps
 from titan_moe.checkpoint.manifest import Manifest
 from titan_moe.checkpoint.masters import MasterState
+from titan_moe.checkpoint.merged import factor_names
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.read import read_fitting, verified
 from titan_moe.checkpoint.rng import RngState
-from titan_moe.checkpoint.weights import weight_of
+from titan_moe.checkpoint.weights import saved_shapes, weight_of
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.resume import compare, flatten
 from titan_moe.parameters import fused_rows
@@ -137,7 +138,8 @@ class Checkpointer:
             manifest = verified(folder, "correct checkpoint.load_from, or restore it from a copy", self.group)
             run_on_rank_zero(lambda: self._compare_model_with(folder, manifest), self.group)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
-            self._read(folder, lambda: self._load_weights(folder), way_out)
+            absent = factor_names(self.model_parts) - run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), self.group)
+            self._read(folder, lambda: self._load_weights(folder, absent), way_out, absent)
             if origin := source_of(folder):
                 self._keep_source(origin, left_out(origin))
         return bool(self.config.load_from)
@@ -223,8 +225,9 @@ class Checkpointer:
         self.folders.remove_incomplete()
         return step in self.folders.complete_steps()
 
-    def _load_weights(self, folder: Path) -> None:
-        weights = self.manager.states[MODEL_KEY].state_dict()
+    def _load_weights(self, folder: Path, absent: Collection[str]) -> None:
+        state = self.manager.states[MODEL_KEY].state_dict()
+        weights = {name: value for name, value in state.items() if name not in absent}
         self.manager.dcp_load(weights, str(folder))
 
     @cached_property
@@ -283,13 +286,15 @@ class Checkpointer:
         if changes:
             logger.warning("the model differs from that of %s: %s", folder, "; ".join(changes))
 
-    def _read(self, folder: Path, read: Callable[[], object], way_out: str) -> None:
-        """Load with `read`, and fail if the checkpoint's weights have other names or shapes than the model's.
+    def _read(self, folder: Path, read: Callable[[], object], way_out: str, absent: Collection[str] = ()) -> None:
+        """Load with `read`, and fail if the checkpoint's weights have other names or shapes than the model's. Adapters
+        may be `absent`: a run begins with the base.
 
         Raises: CheckpointMismatch, with one sentence for the failures that DCP collects from all ranks.
         """
         other_states = tuple(name for name in self.manager.states if name != MODEL_KEY)
-        own = self.manager.states[MODEL_KEY].state_dict()
+        state = self.manager.states[MODEL_KEY].state_dict()
+        own = {name: value for name, value in state.items() if name not in absent}
         read_fitting(folder, own, self.model_parts, read, way_out, self.group, other_states)
 
     def _require_checkpoint(self, folder: Path) -> None:

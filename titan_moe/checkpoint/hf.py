@@ -118,7 +118,7 @@ def exported(
 
     Raises: HuggingFaceError if no family of Hugging Face computes what the model does.
     """
-    weights = weights_of(model, group)
+    weights = weights_of(model, group, merges=True)
     try:
         family, config = described(weights.config, origin)
         own = pieces_of(family, weights.config, weights.shapes)

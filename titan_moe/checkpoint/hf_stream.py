@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_moe.checkpoint.hf import agree, exported, messages
 from titan_moe.checkpoint.hf_names.names import Piece, Shape, split_name
 from titan_moe.checkpoint.hf_weights import Model, box_of
-from titan_moe.parameters import Chunk, local_chunks
+from titan_moe.parameters import Chunk
 
 Place = tuple[Shape, Shape]
 """Offsets and shape of a slice of one of our tensors."""
@@ -39,9 +39,7 @@ def hf_weights(
     place, origin = Path("hf_weights"), Path(source).expanduser() if source else None
     with messages() as group, torch.no_grad():
         weights, _, _, own, dtypes = exported(model, dtype, place, origin, group)
-        chunks = {
-            name: local_chunks(tensor.detach(), weights.rows.get(name, ())) for name, tensor in weights.tensors.items()
-        }
+        chunks = weights.chunks()
         places = {name: [_place(chunk) for chunk in of_name] for name, of_name in chunks.items()}
         senders: dict[str, dict[Place, int]] = {}
         for rank, of_rank in enumerate(agree(lambda: places, place, group)):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titan_moe.checkpoint.hf_folder import named
 from titan_moe.checkpoint.hf_names.family import Family
 from titan_moe.checkpoint.hf_names.names import NotOnDisk, Piece, Shape, pieces, split_name
+from titan_moe.checkpoint.merged import factor_names, merged_chunks
 from titan_moe.checkpoint.storage import ChunkedTensor
 from titan_moe.checkpoint.weights import shapes_over_ranks
 from titan_moe.config.model import ModelConfig
@@ -26,11 +27,17 @@ class Weights(NamedTuple):
     rows: dict[str, tuple[int, ...]]  # of fused weights
     parameters: set[str]  # names of those that are no buffers
     shapes: dict[str, Shape]  # of the whole model
+    merged: dict[str, list[Chunk]]  # this rank's slices of weights to which adapters are added
+
+    def chunks(self) -> dict[str, list[Chunk]]:
+        """This rank's slices of all tensors, adapters added."""
+        own = {name: local_chunks(tensor.detach(), self.rows.get(name, ())) for name, tensor in self.tensors.items()}
+        return own | self.merged
 
     def boxes(self, own: Iterable[Piece]) -> dict[str, ChunkedTensor]:
         """What this rank has of the tensors on disk; nothing for those that it has nothing of."""
         result = {}
-        chunks = {name: local_chunks(tensor, self.rows.get(name, ())) for name, tensor in self.tensors.items()}
+        chunks = self.chunks()
         for piece in own:
             if shared := [box for chunk in chunks.get(piece.ours, ()) for box in box_of(chunk, piece)]:
                 result[piece.name] = ChunkedTensor(piece.view, shared)
@@ -43,8 +50,9 @@ class Weights(NamedTuple):
         return {name: local(self.tensors[name]) for name in lacking}
 
 
-def weights_of(model: Model, group: dist.ProcessGroup | None) -> Weights:
-    """Collective over the group of all ranks, if there is one.
+def weights_of(model: Model, group: dist.ProcessGroup | None, *, merges: bool = False) -> Weights:
+    """The weights without adapters or, with `merges`, with adapters added. Collective over the group of all ranks, if
+    there is one.
 
     Raises: TypeError for a model without a `config`.
     """
@@ -52,15 +60,20 @@ def weights_of(model: Model, group: dist.ProcessGroup | None) -> Weights:
     config = next((part.config for part in parts if isinstance(getattr(part, "config", None), ModelConfig)), None)
     if config is None:
         raise TypeError(f"{type(parts[0]).__name__} has no `config`, a ModelConfig; keep the one that it is built from")
+    factors = factor_names(parts)
     tensors = {
-        name: tensor for part in parts for name, tensor in part.state_dict().items() if isinstance(tensor, Tensor)
+        name: tensor
+        for part in parts
+        for name, tensor in part.state_dict().items()
+        if isinstance(tensor, Tensor) and name not in factors
     }
     rows = {name: sizes for part in parts for name, sizes in fused_rows(part).items()}
     parameters = {name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if group is not None:
         shapes = {name: shape for name, shape in shapes_over_ranks(tensors, group).items() if shape is not None}
-    return Weights(config, tensors, rows, parameters, shapes)
+    merged = {name: chunks for part in parts for name, chunks in merged_chunks(part).items()} if merges else {}
+    return Weights(config, tensors, rows, parameters - factors, shapes, merged)
 
 
 def pieces_of(family: Family, config: ModelConfig, shapes: Mapping[str, Shape]) -> list[Piece]:

@@ -69,6 +69,10 @@ EXPERIMENTAL = (
             recipe.run.device != "cpu" and "grouped_mm" not in (recipe.perf.kernels, recipe.perf.override.experts)
         ),
     ),
+    *(
+        Experimental("model.adapter.targets", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
+        for name in ("attention", "dense", "shared", "experts")
+    ),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),
     Experimental("precision.gradients", "bf16", "its losses are not measured"),

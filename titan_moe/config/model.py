@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
+from titan_moe.config.adapter import AdapterConfig
 from titan_moe.config.swiglu import SwiGLU
 
 Layers = range | tuple[int, ...]
@@ -321,6 +322,8 @@ class ModelConfig:
     """The attention layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The mixture-of-experts layer."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """Low-rank adapters beside frozen weights."""
 
     @property
     def unmet_needs_of_triton(self) -> dict[str, str]:

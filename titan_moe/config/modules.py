@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
+from titan_moe.config.adapter import kind_of_linear, num_matrices
 from titan_moe.config.model import Layers, ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.parse import RecipeError
@@ -50,6 +51,8 @@ class Module:
     own_widths: tuple[int, int] = (0, 0)  # those of a rank: its part where tp, etp or exchanged heads split them
     parameters: int = 0
     tensors: tuple[tuple[str, int], ...] = ()  # its parameters by name and size, "" for the path itself; else `weight`
+    owner: str = ""  # whose parameters they are, if not of the path
+    is_adapter: bool = False  # whether it is one beside the module before it
     own_parameters: float = 0  # those of a rank of tp, or of ep and etp, before FSDP shards them
     whole: int = 0  # of the parameters, those that every rank of tp has
     idle: int = 0  # of the parameters, those that one token does not use
@@ -98,6 +101,8 @@ def modules_of(model: ModelConfig, parallel: ParallelConfig = ALONE) -> tuple[Mo
     """
     table = import_named("model.table", model.table) if model.table else default_modules
     rows = tuple(table(model, parallel))
+    if model.adapter.is_used:
+        rows = tuple(each for row in rows for each in (row, *_adapters(row, model, parallel)))
     if not all(isinstance(row, Module) for row in rows):
         raise RecipeError([f'model.table = "{model.table}" must return rows of titan_moe.config.modules.Module'])
     return rows
@@ -265,6 +270,50 @@ def _core(
     sizes: Any = {"kept": kept, "gradients": gradients, "received": received, "tp_split": heads}
     sizes |= {"freed": (freed, ("attention", kept - attended)), "sent": (("attention", attended + result),)}
     return Module("attention", "attention", layers, pair_width=pair_width, **sizes)
+
+
+def _adapters(row: Module, model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
+    """The adapter beside a module, if it has one. Each matrix of a fused weight has its own factors. tp splits the
+    factor of the widths that it splits, and every rank has the other one."""
+    kind = "experts" if row.part == "experts" else kind_of_linear(row.path) if row.part else None
+    if kind is None or not (rank := model.adapter.rank_of(kind)):
+        return
+    rows: Any = {"path": f"{row.path}.adapter", "region": row.region, "layers": row.layers, "is_adapter": True}
+    if kind != "experts":
+        number, (inputs, outputs), share = (
+            num_matrices(row.path),
+            row.widths,
+            row.own_parameters / max(row.parameters, 1),
+        )
+        reads, writes = number * rank * inputs, rank * outputs
+        splits_inputs = share < 1 and row.own_widths[0] < inputs
+        own = (reads * share, writes) if splits_inputs else (reads, writes * share)
+        whole = (share == 1 or not splits_inputs) * reads + (share == 1 or splits_inputs) * writes
+        sizes: Any = {"parameters": reads + writes, "own_parameters": sum(own), "whole": whole}
+        if share < 1 and not splits_inputs:
+            sizes["fsdp_split"] = Split(f"adapter.{'' if rank == model.adapter.rank else kind + '.'}rank", rank)
+        yield Module(
+            **rows, **sizes, tensors=(("A", reads), ("B", writes)), multiply_adds=reads + writes, kept=number * rank
+        )
+        return
+    (width, hidden), number, top_k = row.widths, model.moe.num_experts, model.moe.top_k
+    sizes = {
+        "gate_up_A": 2 * rank * width,
+        "gate_up_B": 2 * hidden * rank,
+        "down_A": rank * hidden,
+        "down_B": width * rank,
+    }
+    of_one, etp = sum(sizes.values()), max(p.etp, 1)
+    of_rank = sizes["gate_up_A"] + sizes["down_B"] + (sizes["gate_up_B"] + sizes["down_A"]) / etp
+    yield Module(
+        **rows,
+        owner=row.path,
+        tensors=tuple((name, number * size) for name, size in sizes.items()),
+        parameters=number * of_one,
+        own_parameters=number / max(p.ep, 1) * of_rank,
+        idle=(number - top_k) * of_one,
+        multiply_adds=top_k * of_one,
+    )
 
 
 def _mlp(region: Region, layers: Layers, tp: int, path: str, width: int, split: Split) -> Iterator[Module]:

@@ -185,6 +185,10 @@ SPELLINGS = {
     "precision.num_layers_at_start_in_compute (and num_layers_at_end_in_compute)": "first_last_layers_bf16",
     "precision.num_layers_at_end_in_compute": "num_layers_at_end_in_bf16",
     # The optimizer and its schedule.
+    "model.adapter.rank": "lora_r lora_rank",
+    "model.adapter.alpha": "lora_alpha",
+    "model.adapter.targets": "lora_target target_modules",
+    "optim.trainable": "freeze_params trainable_modules unfrozen_parameters",
     "optim.kind": "optimizer optimizer.name optimizer.type optimizer_type optimizer_name",
     "optim.lr": "learning_rate max_lr peak_lr",
     "optim.min_lr_ratio": "min_lr_factor min_lr_rate cosine_min_lr_ratio",
@@ -270,6 +274,7 @@ SECTIONS_ELSEWHERE = {
         "optim": "optimizer lr_scheduler scheduler lr_schedule adam",
         "parallel": "parallelism parallel_dims distributed parallelism_config zero_optimization",
         "model.attention": "attn self_attn self_attention",
+        "model.adapter": "lora peft peft_config lora_config",
         "model.moe": "moe_args moe_config router experts",
         "precision": "mixed_precision fp16 bf16 quantize float8 fp8 mx quantization dtypes",
         "memory": "activation_checkpoint activation_checkpointing recompute",
@@ -304,7 +309,8 @@ ABSENT = {
     'weights stay on the GPU; memory.recompute, memory.offload, precision.moments = "fp8" and more ranks save '
     "memory": "cpu_offload enable_cpu_offload offload_param fsdp_offload_params cpu_offloading",
     "weights are gathered in the dtype of precision.compute": "enable_fsdp_float8_all_gather",
-    "models have no dropout": "dropout hidden_dropout attention_dropout attn_dropout resid_dropout embd_pdrop "
+    "models have no dropout, and adapters none": "lora_dropout dropout hidden_dropout attention_dropout "
+    "attn_dropout resid_dropout embd_pdrop "
     "moe_input_jitter_eps",
     "layers are SwiGLU without biases; model.class takes a model of your own": "swiglu hidden_act "
     "activation activation_func gated_linear_unit add_bias_linear disable_bias_linear mlp_bias",
@@ -312,8 +318,8 @@ ABSENT = {
     'weights of Hugging Face are read with checkpoint.load_from = "hf:FOLDER"; titan-moe recipe FOLDER writes the '
     "[model] of such a folder": "model_name_or_path pretrained_model_name_or_path base_model from_pretrained "
     "initial_load_in_hf model_type flavor hf_model_path safe_serialization ckpt_format",
-    "all parameters are trained": "lora_r lora_alpha lora_dropout lora_target adapter peft finetuning_type "
-    "load_in_8bit load_in_4bit freeze_vision_tower lora_rank qlora",
+    "frozen weights are in the dtype of precision.compute": "finetuning_type load_in_8bit load_in_4bit qlora "
+    "freeze_vision_tower",
     'data.format = "chat" trains on conversations, with the options of data.chat': "dataset_kwargs",
     "the next batch is read while a step runs": "num_workers dataloader_num_workers pin_memory prefetch_factor "
     "dataloader_pin_memory preprocessing_num_workers persistent_workers",

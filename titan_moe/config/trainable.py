@@ -31,7 +31,7 @@ class Passes(NamedTuple):
 
 def trains_all(model: ModelConfig, patterns: Patterns) -> bool:
     """Whether all parameters of a model train."""
-    return not patterns
+    return not patterns and not model.adapter.is_used
 
 
 def trains(name: str, patterns: Patterns) -> bool:
@@ -43,7 +43,7 @@ def names_of(row: Module, layer: int | None) -> Iterator[tuple[str, int]]:
     """The parameters of a module in a layer, and their sizes."""
     prefix = "" if layer is None else f"layers.{layer}."
     for attribute, size in row.tensors or (("weight", row.parameters),):
-        yield f"{prefix}{row.path}{attribute and '.'}{attribute}", size
+        yield f"{prefix}{row.owner or row.path}{attribute and '.'}{attribute}", size
 
 
 @lru_cache(maxsize=64)
@@ -59,7 +59,7 @@ def passes_of(
         if row.region == "head" and row.parameters == 0 and model.embeddings_are_tied:
             of_row = [("embed.weight", 1)]
         total = sum(size for _, size in of_row)
-        if not patterns:
+        if row.is_adapter or trains_all(model, patterns):
             trained = total
         else:
             trained = sum(size for name, size in of_row if name in exact or (wild and trains(name, wild)))

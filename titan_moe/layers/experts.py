@@ -36,9 +36,13 @@ class GroupedExperts(nn.Module):
 
     parameter_dims = {"gate_up": "e2FL", "down": "eLF", "gate_up_bias": "e2F", "down_bias": "eL"}
     """The dimensions of each parameter."""
+    factor_dims = {"gate_up_A": "e2rL", "gate_up_B": "e2Fr", "down_A": "erF", "down_B": "eLr"}
+    """Those of low-rank factors, where there are adapters."""
     parameter_kinds = {
         name: ParameterKind.EXPERT_MATRIX if {"F", "L"} <= set(dims) else ParameterKind.BIAS
         for name, dims in parameter_dims.items()
+    } | {
+        name: ParameterKind.EXPERT_FACTOR_IN if name.endswith("A") else ParameterKind.FACTOR_OUT for name in factor_dims
     }
     residual_ends = ("down",)
 
@@ -67,15 +71,16 @@ class GroupedExperts(nn.Module):
 
     def use(self, rows: Tensor | None = None, exchange: Any = None) -> ExpertUse:
         """The parameters of this rank's experts, ready for compute; for given rows with clones."""
-        return self._transformed(ExpertUse(self.casts(), rows, exchange), *list(TRANSFORMS)[1:])
+        return self.transformed(ExpertUse(self.casts(), rows, exchange), *list(TRANSFORMS)[1:])
 
     def casts(self) -> ExpertWeights:
         """The parameters as the transform "local" makes them."""
         names = tuple(name for name in GroupedExperts.parameter_dims if getattr(self, name) is not None)
         weights = ExpertWeights.of([getattr(self, name) for name in names], names)
-        return self._transformed(ExpertUse(weights), "local").weights
+        return self.transformed(ExpertUse(weights), "local").weights
 
-    def _transformed(self, use: ExpertUse, *names: str) -> ExpertUse:
+    def transformed(self, use: ExpertUse, *names: str) -> ExpertUse:
+        """Apply the transforms of these names that there are."""
         for name in names:
             if name in self.transforms:
                 use = self.transforms[name](use)

@@ -36,21 +36,21 @@ def init_weights(
 
     Matrices are normal with deviation `std`, clamped at three deviations; norms are 1, biases 0. The deviation of
     matrices that end a residual branch is divided by sqrt(2 · layers) (GPT-2). Untied embeddings have the deviation
-    `embedding_std` if it is given. Of a DTensor parameter only this rank's shard is filled.
+    `embedding_std` if it is given. Adapters add 0 at first. Of a DTensor parameter only this rank's shard is filled.
     """
     spreads = dict.fromkeys(residual_ends(model), std / math.sqrt(2 * num_layers))
     if embedding_std is not None:
         spreads |= dict.fromkeys(untied_embeddings(model), embedding_std)
     rows = fused_rows(model)  # of split masters, both parts are filled
     for name, parameter, kind in named_kinds(model):
-        spread = spreads.get(name, std)
+        spread = None if kind.is_factor else spreads.get(name, std)
         values, remainder = local(parameter).data, remainder_of(parameter)
         match kind:
             case ParameterKind.SCALE:
                 values.fill_(1.0)
-            case ParameterKind.BIAS:
+            case ParameterKind.BIAS | ParameterKind.FACTOR_OUT:
                 values.zero_()
-            case ParameterKind.EXPERT_MATRIX:
+            case ParameterKind.EXPERT_MATRIX | ParameterKind.EXPERT_FACTOR_IN:
                 offsets = shard_offsets(parameter) or (0,) * parameter.ndim
                 rests = [None] * len(values) if remainder is None else list(local(remainder))
                 for expert, (expert_values, rest) in enumerate(zip(values, rests, strict=True), start=offsets[0]):
@@ -66,13 +66,19 @@ def init_weights(
             module.reset_buffers()
 
 
-def _draw(chunks: list[Chunk], remainders: Sequence[Tensor | None], shape: torch.Size, key: str, spread: float) -> None:
-    """Draw a tensor in full from its own generator and keep the slices of the chunks."""
+def _draw(
+    chunks: list[Chunk], remainders: Sequence[Tensor | None], shape: torch.Size, key: str, spread: float | None
+) -> None:
+    """Draw a tensor in full from its own generator and keep the slices of the chunks. Without a spread it is a factor
+    of an adapter, drawn as PEFT does: evenly between -1 / sqrt(inputs) and 1 / sqrt(inputs)."""
     device, dtype = chunks[0].values.device, chunks[0].values.dtype
     generator = torch.Generator(device).manual_seed(seed_of(key))
     full = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
     # not trunc_normal_: torch 2.13 draws other numbers from the same generator than 2.11, and waits for the device
-    full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)
+    if spread is None:
+        full.uniform_(-1 / math.sqrt(shape[-1]), 1 / math.sqrt(shape[-1]), generator=generator)
+    else:
+        full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)
     for (values, offsets), remainder in zip_longest(chunks, remainders):
         ends = zip(offsets, values.shape, strict=True)
         store_split(values, remainder, full[tuple(slice(begin, begin + size) for begin, size in ends)])

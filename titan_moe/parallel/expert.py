@@ -270,12 +270,13 @@ def _shard(experts: GroupedExperts, mesh: DeviceMesh) -> None:
 
 
 def _placement_on_etp(experts: GroupedExperts, name: str) -> Placement:
-    """Split F. The down bias has none: every rank has it, and its whole gradient (layers/experts.py).
+    """Split F. The down bias has none: every rank has it, and its whole gradient (layers/experts.py). Some factors of
+    adapters have none either, and every rank has a part of their gradients: `grads.ReplicatedGrads` sums them.
 
     Raises: ValueError for another parameter without F.
     """
     dims = experts.parameter_dims.get(name, "")
-    if "F" not in dims and name != "down_bias":
+    if "F" not in dims and name != "down_bias" and name not in experts.factor_dims:
         raise ValueError(
             f"{type(experts).__name__}.{name} has no hidden width to split over parallel.etp; declare it in "
             "parameter_dims, with F for the hidden width, or take parallel.etp = 1"

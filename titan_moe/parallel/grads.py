@@ -15,16 +15,19 @@ from titan_moe.plan.cost.replicated_grads import MESSAGE_ELEMENTS
 
 
 class ReplicatedGrads:
-    """The gradients of the parameters that every tensor-parallel rank has; FSDP may shard them.
+    """The gradients of the parameters that every tensor-parallel rank has, or those of adapters that every rank of etp
+    has; FSDP may shard them.
 
     Each rank computes them from a part of the tokens, or of the heads, so they must be summed over these ranks. They
     are summed once a step, after all microbatches are accumulated and FSDP has reduced them: this rank's shards, in one
     message (or several, of at most 64 Mi elements).
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        """`parameters` are all of this rank; `group` has the ranks of the tensor axis; `dtype` is that of the sum."""
-        self.parameters = [parameter for parameter in parameters if _is_replicated(parameter)]
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype, axis: str = TENSOR_AXIS
+    ) -> None:
+        """`parameters` are all of this rank; `group` has the ranks of the axis; `dtype` is that of the sum."""
+        self.parameters = [parameter for parameter in parameters if _is_replicated(parameter, axis)]
         self.group, self.dtype = group, dtype
 
     @torch.no_grad()
@@ -45,12 +48,12 @@ class ReplicatedGrads:
         torch._foreach_copy_(message, parts)
 
 
-def _is_replicated(parameter: nn.Parameter) -> bool:
-    """Whether all ranks of a tensor axis have the parameter."""
+def _is_replicated(parameter: nn.Parameter, axis: str) -> bool:
+    """Whether all ranks of an axis have the parameter."""
     if not parameter.requires_grad or not isinstance(parameter, DTensor):
         return False
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-    return any(axis == TENSOR_AXIS and placement.is_replicate() for axis, placement in axes)
+    return any(name == axis and placement.is_replicate() for name, placement in axes)
 
 
 def _messages(grads: list[Tensor]) -> Iterator[list[Tensor]]:

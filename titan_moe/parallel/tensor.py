@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from titan_moe.adapters.low_rank import LowRank
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch.collectives import all_gather, reduce_scatter
 from titan_moe.layers.attention import GroupedQueryAttention
@@ -81,6 +82,9 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 readers[module] = _OwnRows((module.out_features,), (mesh.size(),), mesh.get_local_rank(), mesh.size())
                 module.forward = VocabParallelHead(module, group)  # type: ignore[assignment]
     for module in model.modules():
+        if isinstance(adapter := getattr(module, "adapter", None), LowRank):
+            _split_factors(module, adapter, mesh)
+    for module in model.modules():
         if not isinstance(module, GroupedExperts):
             for name, parameter in module.named_parameters(recurse=False):
                 if not isinstance(parameter, DTensor):
@@ -94,6 +98,16 @@ def _split_vocabulary(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> 
     _split(module, "weight", ROWS, mesh)
     for other in tied:
         other.register_parameter("weight", module._parameters["weight"])
+
+
+def _split_factors(linear: nn.Module, adapter: LowRank, mesh: DeviceMesh) -> None:
+    """Split the adapter of a layer as its weight is: the rows of one factor, or the columns of the other. Every rank
+    has the rest, and a part of its gradient."""
+    weight = linear._parameters["weight"]
+    if isinstance(weight, DTensor) and weight.placements == (ROWS,):
+        _split(adapter, "B", ROWS, mesh, adapter.rows if len(adapter.rows) > 1 else ())
+    elif isinstance(weight, DTensor) and weight.placements == (COLUMNS,):
+        _split(adapter, "A", COLUMNS, mesh)
 
 
 def _split_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> "_OwnRows":

@@ -1,5 +1,6 @@
 """The assembly: the order of the transforms of a model, and the parts of a run around it."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -7,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.adapters import frozen
+from titan_moe.adapters import frozen, low_rank
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
 from titan_moe.config.clones import cost_slots
 from titan_moe.config.context import ring_backend
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.trainable import trains_all
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
@@ -36,7 +38,7 @@ from titan_moe.parallel.pipeline.agreement import check_one_schedule
 from titan_moe.parallel.pipeline.model import Model, whole_model
 from titan_moe.parallel.pipeline.stages import find_tied_embedding
 from titan_moe.parallel.routing import StepRouting
-from titan_moe.parameters import TENSOR_AXIS
+from titan_moe.parameters import TENSOR_AXIS, named_kinds
 from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.resolved import Resolved
 from titan_moe.precision import policy
@@ -74,7 +76,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     queue = WeightGradQueue() if resolved.splits_backward else None
     replicas = replica_slots(resolved)
     parts = build_parts(model, resolved, meshes, device, capacity, queue, replicas)
-    if recipe.parallel.pp > 1 and (recipe.model.class_ != ModelConfig.class_ or recipe.optim.trainable):
+    may_freeze = recipe.model.class_ != ModelConfig.class_ or not trains_all(recipe.model, recipe.optim.trainable)
+    if recipe.parallel.pp > 1 and may_freeze:
         check_parts(parts, recipe)
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     options = {"moments": moments, "seed": recipe.run.seed, "capturable": is_captured, "park": recipe.memory.park}
@@ -96,7 +99,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         controllers=[Skips(device), *spikes],
         metrics=measured(recipe),
         tied=() if tied is None else tuple(tied.weights),
-        replicated=_replicated_grads(recipe, meshes, optimizers),
+        replicated=list(_replicated_grads(recipe, meshes, optimizers, parts)),
         routing=routing,
     )
     memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes))
@@ -121,12 +124,16 @@ def _force_load(parts: list[nn.Module], recipe: Recipe, device: torch.device) ->
     return step
 
 
-def _replicated_grads(recipe: Recipe, meshes: Meshes, optimizers: Optimizers) -> ReplicatedGrads | None:
-    """What ranks of tp sum; None without them."""
-    if recipe.parallel.tp == 1:
-        return None
-    group = meshes.dense[TENSOR_AXIS].get_group()
-    return ReplicatedGrads(optimizers.parameters, group, fsdp.DTYPES[recipe.precision.reduce])
+def _replicated_grads(
+    recipe: Recipe, meshes: Meshes, optimizers: Optimizers, parts: list[nn.Module]
+) -> Iterator[ReplicatedGrads]:
+    """What ranks of tp sum, and those of etp, of which each has a part of an expert's adapter."""
+    dtype = fsdp.DTYPES[recipe.precision.reduce]
+    if recipe.parallel.tp > 1:
+        yield ReplicatedGrads(optimizers.parameters, meshes.dense[TENSOR_AXIS].get_group(), dtype)
+    if recipe.parallel.etp > 1 and recipe.model.adapter.has("experts"):
+        factors = (parameter for part in parts for _, parameter, kind in named_kinds(part) if kind.is_factor)
+        yield ReplicatedGrads(factors, meshes.etp.get_group(), dtype, "etp")
 
 
 def _bytes_of_a_graph(resolved: Resolved, meshes: Meshes) -> int:
@@ -170,7 +177,9 @@ def build_parts(
     """
     recipe, replicas = resolved.recipe, replicas or replica_slots(resolved)
     policy.convert(model, resolved, device)  # first: it swaps modules, and shards must be of the final ones
-    frozen.freeze(model, recipe.optim.trainable, fsdp.DTYPES[recipe.precision.compute])  # by names of the whole model
+    low_rank.apply(model, recipe.model.adapter)  # beside the final modules, and before shards
+    of_compute, has_adapters = fsdp.DTYPES[recipe.precision.compute], recipe.model.adapter.is_used
+    frozen.freeze(model, recipe.optim.trainable, of_compute, has_adapters=has_adapters)  # by names of the whole model
     parts = stages.split(model, resolved, meshes)  # before sharding: a rank shards only its own stages
     layers = nn.ModuleList(parts)
     nodes = expert.open_nodes(recipe.parallel, meshes.ep.get_group())

@@ -134,6 +134,8 @@ def check_parts(parts: list[nn.Module], recipe: Recipe) -> None:
     if names := next((names for of_rank in problems for names in of_rank), ""):
         trainable = recipe.optim.trainable
         setting = f"optim.trainable = {in_toml(trainable)}" if trainable else f'model.class = "{recipe.model.class_}"'
+        if recipe.model.adapter.is_used:
+            setting = f"model.adapter.rank = {recipe.model.adapter.rank}, {setting}"
         raise RecipeError(
             [
                 f"{setting}: with parallel.pp = {recipe.parallel.pp} all parameters of a "

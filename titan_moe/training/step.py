@@ -70,8 +70,8 @@ class TrainStep:
     metrics: Sequence[Metric]
     tied: tuple[nn.Parameter, ...] = ()
     """Parameters that two stages of a pipeline have."""
-    replicated: ReplicatedGrads | None = None
-    """What tensor-parallel ranks sum."""
+    replicated: Sequence[ReplicatedGrads] = ()
+    """What tensor-parallel ranks sum, and ranks of etp."""
     routing: StepRouting | None = None
     """That of `forward_backward`, where experts can be replayed."""
 
@@ -108,9 +108,9 @@ class TrainStep:
 
     def finish_gradients(self) -> None:
         """After all microbatches: the sums that are left."""
-        if self.replicated is not None:
+        for replicated in self.replicated:
             with region("sharding"):
-                self.replicated.sum()
+                replicated.sum()
 
     def count(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Label tokens and tokens of the batches of all ranks, on the device. Routers see tokens without a label too,

@@ -78,7 +78,7 @@ def recipe_of(parallel: ParallelConfig, **changes: Any) -> Recipe:
 def messages_of_a_step(recipe: Recipe, limit: int) -> tuple[int, list[int]]:
     """The stage of this rank, and the bytes of the messages of its sum."""
     assembly = load("distributed/test_one_loss").assemble(recipe, torch.device("cpu"))
-    replicated = assembly.step.step.replicated
+    (replicated,) = assembly.step.step.replicated
     for parameter in replicated.parameters:
         parameter.grad = torch.zeros_like(parameter)
     messages = []

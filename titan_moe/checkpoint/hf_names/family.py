@@ -109,10 +109,10 @@ class Family:
 
 
 def flat(model: ModelConfig) -> Values:
-    """All fields of a `[model]` by dotted key."""
+    """All fields of a `[model]` by dotted key, without those of adapters, which no family has."""
     values = {f"attention.{name}": value for name, value in vars(model.attention).items()}
     values |= {f"moe.{name}": value for name, value in vars(model.moe).items()}
-    return values | {name: value for name, value in vars(model).items() if name not in ("attention", "moe")}
+    return values | {name: value for name, value in vars(model).items() if name not in ("attention", "moe", "adapter")}
 
 
 def of_flat(values: Mapping[str, Any]) -> ModelConfig:

@@ -5,6 +5,7 @@ A rule refuses in a millisecond, without torch, what would crash or mislead late
 
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.adapter import ADAPTER_RULES
 from titan_moe.config.rules.attention import ATTENTION_RULES
 from titan_moe.config.rules.context import CONTEXT_RULES
 from titan_moe.config.rules.memory import MEMORY_RULES
@@ -35,6 +36,7 @@ RULES: list[Rule] = [
     *MEMORY_RULES,
     *PRECISION_RULES,
     *TRAINABLE_RULES,
+    *ADAPTER_RULES,
     *RUN_RULES,
 ]
 

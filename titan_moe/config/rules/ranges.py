@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from titan_moe.config.adapter import KINDS
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, rule, rules_in
 from titan_moe.config.schema import shown
@@ -81,6 +82,8 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "route_scale swiglu_alpha": ABOVE_ZERO,
         "swiglu_limit swiglu_up_offset sparsemixer_jitter": ZERO_OR_MORE,
     },
+    "model.adapter": {"rank": ZERO_OR_MORE, "alpha": ABOVE_ZERO},
+    **{f"model.adapter.{kind}": {"rank alpha": ZERO_OR_MORE} for kind in KINDS},
     "parallel": {
         "pp vpp dp_replicate cp tp ep etp": Range(1, RANKS),
         "dp_shard": Range(-1, RANKS),

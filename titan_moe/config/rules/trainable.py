@@ -17,7 +17,12 @@ def patterns_match_parameters(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 clones_are_of_trained_experts = row(
     "weights and gradients of clones are sent together, and frozen experts have none",
-    lambda r: bool(r.optim.trainable) and r.parallel.expert_clones != "off" and freezes_experts(r),
+    lambda r: (
+        not r.model.adapter.is_used
+        and bool(r.optim.trainable)
+        and r.parallel.expert_clones != "off"
+        and freezes_experts(r)
+    ),
     "{parallel.expert_clones} needs routed experts that {optim.trainable} trains",
 )
 

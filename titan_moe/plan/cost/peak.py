@@ -212,6 +212,10 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     native = kept * count_packed_experts(recipe) / m.num_moe_layers
     copied = sent or microbatch_tokens(recipe)
     share = 1 - without_hidden / max(kept, 1)
+    if rank := m.adapter.rank_of(
+        "experts"
+    ):  # composed: rows of slots, activations and results of first factors are kept
+        hidden, share = round(width + 1.5 * hidden + 3 * rank), 1.0
     plain, codes = sent * width + share * slots * hidden, (copied * width + share * slots * hidden) / 2
     received = 0 if p.facts.shares_memory_of_ep else sent * width  # else experts get rows again
     return round((kept - native) * plain + native * codes + repeated * received)

@@ -1,0 +1,113 @@
+"""Rules of low-rank adapters."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.adapter import KINDS, AdapterConfig, AdapterOfKind
+from titan_moe.config.gemms import has_native_experts
+from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import Recipe, expert_hidden_size
+from titan_moe.config.rules.rule import Problem, is_no_divisor, row, rule, rules_in
+from titan_moe.config.schema import in_toml
+
+REGIONS = {"dense": "dense layers", "shared": "shared experts", "experts": "routed experts"}
+
+
+def _adapts_experts(recipe: Recipe) -> bool:
+    return recipe.model.adapter.has("experts") and recipe.model.num_moe_layers > 0
+
+
+@rule("an option without effect hides a mistake", "model.adapter.rank alpha use_rslora targets")
+def adapter_options_need_a_rank(recipe: Recipe, world_size: int) -> Iterator[str]:
+    adapter = recipe.model.adapter
+    if not adapter.rank:
+        for name in ("alpha", "use_rslora", "targets"):
+            if (value := getattr(adapter, name)) != getattr(AdapterConfig, name):
+                yield f"model.adapter.{name} = {in_toml(value)} needs adapters, but model.adapter.rank = 0"
+    for kind in KINDS:
+        if getattr(adapter, kind) != AdapterOfKind() and not adapter.has(kind):
+            yield Problem(f"[model.adapter.{kind}] needs model.adapter.rank above 0, and targets with {in_toml(kind)}")
+
+
+@rule("each target is a kind of modules that the model has", "model.adapter.targets")
+def targets_are_there(recipe: Recipe, world_size: int) -> Iterator[str]:
+    model, adapter = recipe.model, recipe.model.adapter
+    if not adapter.rank:
+        return
+    if not adapter.targets:
+        yield "model.adapter.targets = [] leaves model.adapter.rank nothing to adapt"
+    dense, moe_layers = model.layers_by_kind
+    lacking = {"dense": not dense, "experts": not moe_layers}
+    lacking["shared"] = not moe_layers or not model.moe.shared_ffn_hidden_size
+    for target in adapter.targets:
+        if target not in KINDS:
+            yield f'model.adapter.targets: "{target}" is none of {", ".join(map(in_toml, KINDS))}'
+        elif lacking.get(target):
+            yield f'model.adapter.targets: the model has no {REGIONS[target]} for "{target}"'
+
+
+adapters_are_of_the_default_class = row(
+    "adapters stand beside modules of the default class, which they know by name",
+    lambda r: r.model.adapter.rank > 0 and r.model.class_ != ModelConfig.class_,
+    "{model.adapter.rank} needs the default model.class",
+    "model.adapter.rank",
+)
+
+
+@rule("the fused kernels have no factors beside weights", "perf.kernels perf.override.experts model.adapter.targets")
+def adapted_experts_are_not_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if _adapts_experts(recipe) and recipe.perf.kernels != "auto" and recipe.perf.chosen_kernels.experts == "fused":
+        yield 'fused experts have no adapters, and model.adapter.targets has "experts"'
+
+
+adapted_experts_multiply_in_compute = row(
+    "native kernels of experts have no factors beside codes",
+    lambda r: _adapts_experts(r) and has_native_experts(r),
+    'model.adapter.targets with "experts" needs experts in compute\'s dtype, not {precision.experts} of '
+    "{precision.format}",
+    "precision.experts model.adapter.targets",
+)
+adapted_experts_have_no_clones = row(
+    "factors are not sent with the weights of clones",
+    lambda r: _adapts_experts(r) and r.parallel.expert_clones != "off",
+    '{parallel.expert_clones} has no adapters, and model.adapter.targets has "experts"',
+    "parallel.expert_clones",
+)
+adapters_do_not_overlap_tp = row(
+    "layers that exchange tokens in their GEMMs hide them from adapters",
+    lambda r: r.model.adapter.is_used and r.parallel.tp > 1 and r.parallel.tp_comm_overlap,
+    "{parallel.tp_comm_overlap} has no adapters",
+    "parallel.tp_comm_overlap",
+)
+
+
+@rule("the adapter of a shared key/value head would be on several ranks in part", "parallel.tp")
+def adapted_heads_are_not_shared(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a, tp = recipe.model.attention, recipe.parallel.tp
+    if recipe.model.adapter.has("attention") and a.kind == "gqa" and tp > a.num_kv_heads:
+        yield f"parallel.tp = {tp} exceeds model.attention.num_kv_heads = {a.num_kv_heads}, with adapters of attention"
+
+
+@rule(
+    "FSDP shards the factors of an expert along its hidden width over edp ranks, in equal parts",
+    "parallel.ep dp_replicate model.moe.ffn_hidden_size",
+)
+def edp_divides_adapted_width(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, hidden = recipe.parallel, expert_hidden_size(recipe)
+    edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
+    if _adapts_experts(recipe) and is_no_divisor(edp, hidden):
+        yield Problem(f"edp = {edp} does not divide the hidden width {hidden} of a rank", steps=[edp * p.etp])
+
+
+@rule("grouped GEMMs need rows of multiples of 16 bytes", "model.adapter.rank model.adapter.experts.rank perf.kernels")
+def adapted_rank_is_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
+    rank, element = recipe.model.adapter.rank_of("experts"), BYTES_OF_DTYPE[recipe.precision.compute]
+    if _adapts_experts(recipe) and recipe.perf.chosen_kernels.experts != "reference":
+        step = GROUPED_MM_STRIDE_BYTES // element
+        if step and rank % step:
+            problem = f"the rank {rank} of adapters of routed experts is no multiple of {step}"
+            yield Problem(f"model.adapter: {problem}", steps=[step])
+
+
+ADAPTER_RULES = rules_in(globals())
