@@ -247,6 +247,8 @@ KEPT = {
     "checkpoint.accept_changed_data": "a run goes on when its data has grown",
     "checkpoint.load_from": "training goes on from another run's weights",
     "checkpoint.load_without": "a checkpoint has layers that are not built here",
+    "checkpoint.load_adapter": "an adapter of PEFT trains on",
+    "checkpoint.export_adapter_at_end": "an adapter is served beside its base",
     "checkpoint.export_hf_at_end": "the result is served or evaluated elsewhere",
     "metrics.every_steps": "a logged step waits for the device",
     "metrics.tensorboard": "off where nobody reads it",

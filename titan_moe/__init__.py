@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from titan_moe.checkpoint.hf import save_hf as save_hf
     from titan_moe.checkpoint.hf_folder import HuggingFaceError as HuggingFaceError
     from titan_moe.checkpoint.hf_stream import hf_weights as hf_weights
+    from titan_moe.config.adapter import AdapterConfig as AdapterConfig
+    from titan_moe.config.adapter import AdapterOfKind as AdapterOfKind
     from titan_moe.config.chat import ChatConfig as ChatConfig
     from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
     from titan_moe.config.kernels import KernelOverrides as KernelOverrides
@@ -118,6 +120,8 @@ if TYPE_CHECKING:
     from titan_moe.parallel.expert import apply_expert_parallel as apply_expert_parallel
 
 _MODULES = {
+    "AdapterConfig": "titan_moe.config.adapter",
+    "AdapterOfKind": "titan_moe.config.adapter",
     "AllGatherDispatcher": "titan_moe.dispatch",
     "AllToAllDispatcher": "titan_moe.dispatch",
     "AttentionConfig": "titan_moe.config.model",

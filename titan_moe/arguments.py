@@ -71,6 +71,10 @@ def _add_conversions(verbs: Any) -> None:
         else:
             dtype = "the dtype of the weights; default: as they are saved"
             verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="", help=dtype)
+            adapter = "write the adapter alone, as PEFT's files; without it adapters are added to the weights"
+            verb.add_argument("--adapter", action="store_true", help=adapter)
+            fused = "with --adapter, one matrix for all experts of a layer, as PEFT's target_parameters has them"
+            verb.add_argument("--fused-experts", action="store_true", help=fused)
 
 
 def _add_uses(verbs: Any, nproc: str) -> None:

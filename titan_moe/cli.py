@@ -24,6 +24,7 @@ from titan_moe.entry import (
     check,
     check_sampling,
     evaluate,
+    export_adapter,
     export_hf,
     generate,
     import_hf,
@@ -141,6 +142,8 @@ def _convert(args: argparse.Namespace) -> int:
         folders = [args.folder, args.checkpoint] if args.verb == "import" else [args.checkpoint, args.folder]
         options = [f"--skip={part}" for part in getattr(args, "skip", ())]
         options += [f"--dtype={args.dtype}"] if getattr(args, "dtype", "") else []
+        if getattr(args, "adapter", False):
+            raise RecipeError(["--adapter writes one small file; omit --nproc"])
         return launch(world_size, [args.verb, *folders, *options], STRAGGLERS_S)
     if world_size == 1:
         _convert_here(args)
@@ -157,7 +160,9 @@ def _convert_here(args: argparse.Namespace) -> None:
     skipped: dict[str, list[str]] = {}
     if args.verb == "average":
         return average(args.checkpoints, args.out)
-    if args.verb == "export":
+    if args.verb == "export" and args.adapter:
+        export_adapter(args.checkpoint, args.folder, is_fused=args.fused_experts)
+    elif args.verb == "export":
         export_hf(args.checkpoint, args.folder, args.dtype)
     else:
         skipped = import_hf(args.folder, args.checkpoint, args.skip)

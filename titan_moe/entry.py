@@ -12,7 +12,6 @@ from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refu
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, smallest_world
 from titan_moe.config.parse import blame
-from titan_moe.config.perf import PerfConfig
 from titan_moe.plan.check_report import describe
 
 
@@ -69,7 +68,7 @@ def import_hf(folder: str | Path, checkpoint: str | Path, skip: Collection[str] 
 
 
 def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> None:
-    """Write the weights of a checkpoint as a Hugging Face checkpoint, tensor by tensor.
+    """Write the weights of a checkpoint as a Hugging Face checkpoint, tensor by tensor, with adapters added.
 
     `dtype` is "bf16", "fp16" or "fp32"; empty keeps that of the weights.
 
@@ -79,12 +78,26 @@ def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> No
     import torch
 
     from titan_moe.checkpoint import hf_convert, hf_export
+    from titan_moe.training.adapter_files import shapes_and_factors
 
     dtypes = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     source, out = Path(checkpoint).expanduser(), Path(folder).expanduser()
     model = hf_convert.model_of(source)
+    shapes, factors = shapes_and_factors(model)
     with hf_export.converting(out):
-        hf_convert.export_hf(model, _shapes(model), source, out, dtypes[dtype])
+        hf_convert.export_hf(model, shapes, source, out, dtypes[dtype], factors)
+
+
+def export_adapter(checkpoint: str | Path, folder: str | Path, *, is_fused: bool = False) -> None:
+    """Write the adapter of a checkpoint as PEFT's files: with a matrix for each expert or, with `is_fused`, one for all
+    of a layer, as PEFT's `target_parameters` has them.
+
+    Raises: HuggingFaceError if the checkpoint is damaged or has no adapter, or PEFT has no such form for the family.
+    Then nothing is left behind.
+    """
+    from titan_moe.training import adapter_files
+
+    adapter_files.export_adapter(Path(checkpoint).expanduser(), Path(folder).expanduser(), is_fused=is_fused)
 
 
 def average(checkpoints: Sequence[str | Path], out: str | Path) -> None:
@@ -223,10 +236,9 @@ def _for_use(recipe: Recipe, num_ranks: int) -> Recipe:
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of all tensors of a model, which is built without memory."""
-    from titan_moe.training.build import build_on_meta
+    from titan_moe.training.adapter_files import shapes_and_factors
 
-    built = build_on_meta(Recipe(model=model, perf=PerfConfig(kernels="reference")))  # which has no rules for widths
-    return {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
+    return shapes_and_factors(model)[0]
 
 
 def load_accepted(recipe: Recipe | str | Path, overrides: Sequence[str], num_ranks: int | None) -> Recipe:

@@ -1,7 +1,11 @@
 """Runs with adapters: they begin with a base, resume exactly, and end as a file or as merged weights."""
 
+from pathlib import Path
+
 import torch
 from support.runs import one_process, tiny
+
+from titan_moe import cli
 
 __all__ = ["one_process", "tiny"]
 ADAPTER = ("--model.adapter.rank=4", '--model.adapter.targets=["attention","dense","experts"]')
@@ -25,3 +29,31 @@ def test_a_run_begins_with_a_base_and_resumes_exactly(tiny) -> None:
         if name in before and name.endswith(("weight", "gate_up", "down")):
             assert torch.equal(value, before[name]), name
     assert len(set(whole.column("loss"))) == 4
+
+
+def test_a_run_ends_with_files_that_another_one_begins_with(tiny, tmp_path: Path) -> None:
+    """PEFT's files, written at the end and from a checkpoint, and merged weights, written on both ways."""
+    qwen = ("--model.moe.score_fn=softmax", "--model.moe.bias_update_speed=0", "--model.attention.qk_norm=true")
+    qwen += ("--model.moe.aux_loss_coef=0", "--train.global_batch_sequences=2")
+    base = tiny("--train.steps=1", *qwen)
+    assert base.train() == 0
+    origin = f"--checkpoint.load_from={base.folder / 'checkpoints' / 'step-1'}"
+    ends = ("--checkpoint.export_adapter_at_end=true", "--checkpoint.export_hf_at_end=true")
+    first = tiny("--train.steps=3", *qwen, *ADAPTER, origin, *ends)
+    assert first.train() == 0
+    adapter, checkpoint = first.folder / "adapter" / "step-3", first.folder / "checkpoints" / "step-3"
+    assert cli.main(["export", str(checkpoint), str(tmp_path / "adapter"), "--adapter"]) == 0
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (adapter / file).read_bytes() == (tmp_path / "adapter" / file).read_bytes()
+    assert cli.main(["export", str(checkpoint), str(tmp_path / "merged"), "--dtype=bf16"]) == 0
+    (at_end,), (later,) = (
+        folder.glob("*.safetensors") for folder in (first.folder / "hf" / "step-3", tmp_path / "merged")
+    )
+    assert at_end.read_bytes() == later.read_bytes()
+    assert cli.main(["export", str(base.folder / "checkpoints" / "step-1"), str(tmp_path / "none"), "--adapter"]) == 2
+    words = ("--train.steps=1", *qwen, *ADAPTER)
+    from_files = tiny(*words, origin, f"--checkpoint.load_adapter={adapter}")
+    from_checkpoint = tiny(*words, f"--checkpoint.load_from={checkpoint}")
+    assert from_files.train() == 0 and from_checkpoint.train() == 0
+    assert from_files.trace == from_checkpoint.trace
+    assert from_files.column("loss") != base.column("loss")

@@ -94,6 +94,14 @@ BROKEN = {
         "--model.adapter.rank=8 --parallel.expert_clones=auto",
         'parallel.expert_clones = "auto" has no adapters',
     ),
+    "adapter_files_need_adapters": (
+        "--checkpoint.load_adapter=adapters/mine",
+        'checkpoint.load_adapter = "adapters/mine" and checkpoint.export_adapter_at_end = false need',
+    ),
+    "adapter_is_exported_from_a_checkpoint": (
+        "--model.adapter.rank=8 --checkpoint.export_adapter_at_end=true --checkpoint.save_last_step=false",
+        "needs a checkpoint of the last step, not checkpoint.save_last_step = false",
+    ),
     "adapters_do_not_overlap_tp": (
         '--model.adapter.rank=8 --model.adapter.targets=["attention"] --parallel.tp=2 --parallel.tp_comm_overlap=true',
         "parallel.tp_comm_overlap = true has no adapters",

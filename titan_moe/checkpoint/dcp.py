@@ -17,7 +17,7 @@ from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, CheckpointFolders
-from titan_moe.checkpoint.hf import check_exportable, load_hf, save_hf
+from titan_moe.checkpoint.hf import check_exportable, load_adapter, load_hf, save_hf
 from titan_moe.checkpoint.hf_describe import cannot_export
 from titan_moe.checkpoint.hf_export import dtype_of, keep_source, left_out, source_of
 from titan_moe.checkpoint.keep import kept_steps
@@ -142,7 +142,9 @@ class Checkpointer:
             self._read(folder, lambda: self._load_weights(folder, absent), way_out, absent)
             if origin := source_of(folder):
                 self._keep_source(origin, left_out(origin))
-        return bool(self.config.load_from)
+        if self.config.load_adapter:
+            load_adapter(self.model_parts, self.config.load_adapter, self._source)
+        return bool(self.config.load_from or self.config.load_adapter)
 
     def save(
         self, step: int, is_last: bool = False, num_skipped: int = 0, validation_loss: float | None = None

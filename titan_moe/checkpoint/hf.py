@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -30,9 +30,11 @@ from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
 from titan_moe.checkpoint.hf_names.names import Piece
 from titan_moe.checkpoint.hf_reader import reader_of
 from titan_moe.checkpoint.hf_weights import Model, Weights, not_zero, pieces_of, weights_of
+from titan_moe.checkpoint.peft import AdapterFolder
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.storage import ChunkedTensor, PlainSavePlanner, load_slices, no_rows
-from titan_moe.parameters import Chunk
+from titan_moe.kernels.optim.split_master import store_split
+from titan_moe.parameters import Chunk, factors_of, fused_rows, local_chunks, remainder_of
 
 SLICES = "slices"
 """Folder in an unfinished export, with what each rank has."""
@@ -70,6 +72,41 @@ def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dic
                 tensor.zero_()
             agree(partial(load_slices, weights.boxes(own), reader_of(source, own)), path, group)
     return skipped
+
+
+def load_adapter(model: Model, folder: str | Path, source: Path | None = None) -> None:
+    """Load the adapter of a model, or of this rank's stages of one, from PEFT's files. Collective. `source` has the
+    config.json of the base, if there is one.
+
+    Raises: HuggingFaceError for files of another adapter, with their names, ranks or alphas.
+    """
+    path = Path(folder).expanduser()
+    with messages() as group, torch.no_grad():
+        weights = weights_of(model, group)
+        try:
+            own = pieces_of(described(weights.config, source)[0], weights.config, weights.shapes)
+        except ValueError as error:
+            raise HuggingFaceError(path, [str(error)]) from error
+
+        def load() -> None:
+            files = AdapterFolder(path, weights.config, own)
+            for part in [model] if isinstance(model, nn.Module) else model:
+                parameters, rows = dict(part.named_parameters()), fused_rows(part)
+                shapes = {name: parameter.shape for name, parameter in parameters.items()}
+                for name, whole in files.factors(factors_of(part), shapes):
+                    _store(parameters[name], whole, rows.get(name, ()))
+
+        agree(load, path, group)
+
+
+def _store(parameter: Tensor, whole: Tensor, rows: tuple[int, ...]) -> None:
+    """Copy this rank's slices of a tensor into its parameter, and into the remainder of a split master."""
+    remainder = remainder_of(parameter)
+    chunks = local_chunks(parameter.detach(), rows)
+    rests = [None] * len(chunks) if remainder is None else [each.values for each in local_chunks(remainder, rows)]
+    for (values, offsets), rest in zip(chunks, rests, strict=True):
+        ranges = zip(offsets, values.shape, strict=True)
+        store_split(values, rest, whole[tuple(slice(begin, begin + size) for begin, size in ranges)].to(values.device))
 
 
 def save_hf(

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from titan_moe.checkpoint import hf_export, storage
+from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.checkpoint.hf import (
     agree,
@@ -47,12 +48,15 @@ from titan_moe.checkpoint.hf_names.names import Piece, Shape, split_name
 from titan_moe.checkpoint.hf_reader import reader_of
 from titan_moe.checkpoint.hf_weights import box_of, not_zero, pieces_of
 from titan_moe.checkpoint.manifest import Manifest, find_damage, read_manifest
+from titan_moe.checkpoint.merged import merged
+from titan_moe.checkpoint.peft import save_adapter
 from titan_moe.checkpoint.storage import ChunkedTensor, PlainReader, PlainSavePlanner, load_slices
 from titan_moe.config import Recipe
+from titan_moe.config.adapter import KINDS, AdapterConfig, AdapterOfKind
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.renamed import values_before
 from titan_moe.config.resume import flatten
-from titan_moe.parameters import Chunk
+from titan_moe.parameters import Chunk, Factors
 
 MAX_CHUNK_BYTES = 1 << 29
 """Of a tensor that is in host memory at a time."""
@@ -169,7 +173,7 @@ class _Dtypes(dict[str, torch.dtype]):
 
 
 def model_of(checkpoint: Path) -> ModelConfig:
-    """The `[model]` of a checkpoint, as its manifest has it.
+    """The `[model]` of a checkpoint, as its manifest has it, with its adapters.
 
     Raises: HuggingFaceError for a folder that is no complete checkpoint, or has no manifest.
     """
@@ -181,22 +185,87 @@ def model_of(checkpoint: Path) -> ModelConfig:
         raise HuggingFaceError(checkpoint, ["it is no complete checkpoint with a manifest; name a folder `step-N`"])
     fields = manifest.recipe | values_before(manifest.recipe)
     known = {key: f"model.{'class' if key == 'class_' else key}" for key in flat(ModelConfig())}
-    return of_flat({key: fields[dotted] for key, dotted in known.items() if dotted in fields})
+    base = of_flat({key: fields[dotted] for key, dotted in known.items() if dotted in fields})
+    return replace(base, adapter=_adapter_of(fields))
+
+
+def _adapter_of(fields: Mapping[str, Any]) -> AdapterConfig:
+    """The adapters that the fields of a recipe say."""
+
+    def own(section: Any, prefix: str) -> dict[str, Any]:
+        values = {name: fields[f"{prefix}{name}"] for name in vars(section) if f"{prefix}{name}" in fields}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+    values: dict[str, Any] = own(AdapterConfig(), "model.adapter.")
+    values |= {kind: AdapterOfKind(**own(AdapterOfKind(), f"model.adapter.{kind}.")) for kind in KINDS}
+    return AdapterConfig(**values)
 
 
 def export_hf(
-    model: ModelConfig, shapes: Mapping[str, Shape], checkpoint: Path, folder: Path, dtype: torch.dtype | None = None
+    model: ModelConfig,
+    shapes: Mapping[str, Shape],
+    checkpoint: Path,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    factors: Mapping[str, Factors] | None = None,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face checkpoint that transformers loads. Collective.
 
-    `shapes` are those of the tensors of the model. `dtype` is that of the weights on disk; None keeps theirs.
+    `shapes` are those of the tensors of the model. `dtype` is that of the weights on disk; None keeps theirs. `factors`
+    are the adapters of weights, to which they are added.
 
     Raises: HuggingFaceError if the checkpoint is damaged or not of this model, or no family computes what it does. Then
     nothing is left behind.
     """
     with messages() as group:
         on_first_rank(partial(hf_export.refuse_existing, folder), group)
-        _export(model, shapes, checkpoint, folder, dtype, group)
+        _export(model, shapes, checkpoint, folder, dtype, factors or {}, group)
+
+
+def export_adapter(
+    model: ModelConfig,
+    shapes: Mapping[str, Shape],
+    checkpoint: Path,
+    folder: Path,
+    factors: Mapping[str, Factors],
+    *,
+    is_fused: bool = False,
+) -> None:
+    """Write the adapter of a checkpoint as PEFT's files, with a matrix for each expert, or in the form of
+    `target_parameters`.
+
+    Raises: HuggingFaceError if the checkpoint is damaged or has no adapter, or a form does not exist. Then nothing is
+    left behind.
+    """
+    if not factors:
+        raise HuggingFaceError(checkpoint, ["it has no adapter; export it without --adapter"])
+    reader, manifest = PlainReader(checkpoint), read_manifest(checkpoint)
+    try:
+        saved = reader.metadata.state_dict_metadata
+        family, _ = described(model, hf_export.source_of(checkpoint))
+        own = pieces_of(family, model, _without(factors, shapes))
+    except ValueError as error:
+        raise HuggingFaceError(checkpoint, [str(error)]) from error
+    damage = [] if manifest is None else find_damage(checkpoint, list(manifest.files.items()))
+    if problems := [*_differences(saved, shapes), *damage]:
+        raise HuggingFaceError(checkpoint, problems)
+    source = str(manifest.recipe.get("checkpoint.load_from", "")) if manifest else ""
+    base = source.removeprefix(HUGGING_FACE) if source.startswith(HUGGING_FACE) else ""
+    read = partial(_read_whole, reader, shapes)
+    save_adapter(folder, model, factors, own, read, base=base, is_fused=is_fused)
+
+
+def _without(factors: Mapping[str, Factors], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The tensors of the base."""
+    names = {name for each in factors.values() for name in (each.a, each.b)}
+    return {name: shape for name, shape in shapes.items() if name not in names}
+
+
+def _read_whole(reader: PlainReader, shapes: Mapping[str, Shape], name: str) -> Tensor:
+    """A tensor of a checkpoint, whole, in its dtype."""
+    values = torch.empty(shapes[name], dtype=reader.metadata.state_dict_metadata[name].properties.dtype)
+    load_slices({name: ChunkedTensor(shapes[name], [Chunk(values, (0,) * values.ndim)])}, reader)
+    return values
 
 
 def _export(
@@ -205,6 +274,7 @@ def _export(
     checkpoint: Path,
     folder: Path,
     dtype: torch.dtype | None,
+    factors: Mapping[str, Factors],
     group: dist.ProcessGroup | None,
 ) -> None:
     origin = hf_export.source_of(checkpoint)
@@ -213,7 +283,8 @@ def _export(
         saved, manifest = reader.metadata.state_dict_metadata, read_manifest(checkpoint)
     except ValueError as error:
         raise HuggingFaceError(checkpoint, [str(error)]) from error
-    problems = list(_differences(saved, shapes))
+    problems, all_shapes = list(_differences(saved, shapes)), shapes
+    shapes = _without(factors, all_shapes)
     if manifest is not None:
         mine = list(manifest.files.items())[rank_of(group) :: num_ranks_of(group)]
         damages = agree(partial(find_damage, checkpoint, mine), checkpoint, group)
@@ -238,7 +309,7 @@ def _export(
     config = hf_export.with_dtype(config, dtypes["norm.weight"], family, skipped)
     by_name = {piece.name: piece for piece in own}
     with unfinished_folder(folder, group) as unfinished:
-        read = partial(_read_checkpoint, reader, by_name, shapes)
+        read = partial(_read_checkpoint, reader, by_name, all_shapes, factors)
         write_files(unfinished, files, dtypes, read, folder, group)
         copied = hf_export.to_copy(origin, manifest.recipe.get("data.tokenizer") if manifest else None)
         describe = partial(hf_export.write_description, unfinished, files, dtypes, config, copied)
@@ -259,21 +330,30 @@ def _differences(saved: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Itera
 
 
 def _read_checkpoint(
-    reader: PlainReader, pieces: Mapping[str, Piece], shapes: Mapping[str, Shape], tensors: dict[str, Tensor]
+    reader: PlainReader,
+    pieces: Mapping[str, Piece],
+    shapes: Mapping[str, Shape],
+    factors: Mapping[str, Factors],
+    tensors: dict[str, Tensor],
 ) -> None:
-    """Fill tensors on disk from ours, some saved slices at a time: DCP reads one anew for every part of it."""
+    """Fill tensors on disk from ours, some saved slices at a time: DCP reads one anew for every part of it. Adapters
+    are added."""
     by_ours: dict[str, list[Piece]] = {}
     for name in tensors:
         by_ours.setdefault(pieces[name].ours, []).append(pieces[name])
     for ours, cut in by_ours.items():
         shape = shapes[ours]
         saved = reader.metadata.state_dict_metadata[ours]
+        adapter = factors.get(ours)
+        a, b = (_read_whole(reader, shapes, name) for name in (adapter.a, adapter.b)) if adapter else (None, None)
         first, last = min(_rows(piece)[0] for piece in cut), max(_rows(piece)[1] for piece in cut)
         row_bytes = torch.Size(shape[1:]).numel() * saved.properties.dtype.itemsize
         for begin, end in _ranges(first, last, {chunk.offsets[0] for chunk in saved.chunks}, row_bytes):
             values = torch.empty((end - begin, *shape[1:]), dtype=saved.properties.dtype)
             chunk = Chunk(values, (begin, *(0 for _ in shape[1:])))
             load_slices({ours: ChunkedTensor(shape, [chunk])}, reader)
+            if adapter is not None and a is not None and b is not None:
+                chunk = chunk._replace(values=merged(values, adapter, a, b, chunk.offsets))
             for piece in cut:
                 for box in box_of(chunk, piece):
                     put(tensors[piece.name], box)

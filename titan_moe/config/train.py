@@ -258,10 +258,17 @@ class CheckpointConfig:
     load_without: tuple[str, ...] = ()
     """Parts of a Hugging Face checkpoint in `load_from` that are left out because they are not built here, such as
     `["mtp"]`; without this they are refused by name. Exports list them."""
+    load_adapter: str = ""
+    """Folder with the files of a PEFT adapter, with which the adapters of a run begin whose folder has no checkpoint.
+    Names, ranks and scales must be those of `model.adapter`."""
+    export_adapter_at_end: bool = False
+    """Write the adapter as PEFT's files into `adapter/step-N` of the run folder when the run has done its last step,
+    from the checkpoint of this step. `titan-moe export CHECKPOINT FOLDER --adapter` does it later, and in another
+    form."""
     export_hf_at_end: bool = False
     """Write the weights as a Hugging Face checkpoint into `hf/step-N` of the run folder when the run has done its last
-    step. Config, tokenizer and generation files are those of the checkpoint that the run began with, if it was one of
-    Hugging Face. The dtype is the one that its config.json names, else bf16."""
+    step, adapters added. Config, tokenizer and generation files are those of the checkpoint that the run began with, if
+    it was one of Hugging Face. The dtype is the one that its config.json names, else bf16."""
 
 
 @dataclass(frozen=True)

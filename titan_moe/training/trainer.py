@@ -34,6 +34,7 @@ from titan_moe.run.run_lock import run_lock
 from titan_moe.run.unsaved import UnsavedWarning
 from titan_moe.run.watchdog import Watchdog
 from titan_moe.titan import GarbageCollection
+from titan_moe.training.adapter_files import export_adapter
 from titan_moe.training.build import assemble, build_unchecked
 from titan_moe.training.count_class import count_model
 from titan_moe.training.evaluate import evaluating, mean_of, validation_loss
@@ -185,10 +186,8 @@ class Trainer:
             self._read_skipped()
             if self.recipe.checkpoint.save_last_step or self.stop.has_unreadable_data or not self.is_finished:
                 self._save(is_last=True)
-            if self.recipe.checkpoint.export_hf_at_end and self._has_all_steps and not self.has_diverged:
-                with self.watchdog.during("an export"):
-                    folder = self.checkpointer.export_hf(self.progress.step)
-                logger.info("exported to %s", folder)
+            if self._has_all_steps and not self.has_diverged:
+                self._export()
         self.meter.close()
         if self.stop.has_unreadable_data:
             self._end_with_unreadable_data()
@@ -205,6 +204,19 @@ class Trainer:
         if self.recipe.metrics.sample_tokens and self.num_skipped_in_row == 0:
             self._write_sample()
         return 0
+
+    def _export(self) -> None:
+        """Write what the recipe wants of the last step."""
+        wanted = self.recipe.checkpoint
+        with self.watchdog.during("an export"):
+            folders = [self.checkpointer.export_hf(self.progress.step)] if wanted.export_hf_at_end else []
+            if wanted.export_adapter_at_end:
+                folders.append(self.run_folder / "adapter" / f"step-{self.progress.step}")
+                checkpoint = self.run_folder / "checkpoints" / f"step-{self.progress.step}"
+                export = partial(export_adapter, checkpoint, folders[-1])
+                run_on_rank_zero(lambda: None if folders[-1].exists() else export(), self.checkpointer.group)
+        for folder in folders:
+            logger.info("exported to %s", folder)
 
     def _run_steps(self) -> None:
         garbage = GarbageCollection(100)  # every 100 steps, at the same ones on all ranks

@@ -74,6 +74,16 @@ adapted_experts_have_no_clones = row(
     '{parallel.expert_clones} has no adapters, and model.adapter.targets has "experts"',
     "parallel.expert_clones",
 )
+adapter_files_need_adapters = row(
+    "a model without adapters has nothing to load, or to write",
+    lambda r: not r.model.adapter.is_used and (r.checkpoint.load_adapter or r.checkpoint.export_adapter_at_end),
+    "{checkpoint.load_adapter} and {checkpoint.export_adapter_at_end} need {model.adapter.rank} above 0",
+)
+adapter_is_exported_from_a_checkpoint = row(
+    "the files are made of the last checkpoint",
+    lambda r: r.checkpoint.export_adapter_at_end and not r.checkpoint.save_last_step,
+    "{checkpoint.export_adapter_at_end} needs a checkpoint of the last step, not {checkpoint.save_last_step}",
+)
 adapters_do_not_overlap_tp = row(
     "layers that exchange tokens in their GEMMs hide them from adapters",
     lambda r: r.model.adapter.is_used and r.parallel.tp > 1 and r.parallel.tp_comm_overlap,
