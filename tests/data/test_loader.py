@@ -290,7 +290,7 @@ def test_loader_never_reads_damaged_tokens_of_the_cache(
     data = {"source": "text", "path": str(tmp_path / "*.txt"), "document_attention": True, "holdout_fraction": 0.2}
     recipe = make_recipe(data=data)
     first, fingerprint = open_loader(recipe).next_step(), open_loader(recipe).fingerprint()
-    (entry,) = (tmp_path / "run" / "cache").iterdir()
+    (entry,) = (tmp_path / "token_cache").glob("text-*")
     for file in (*entry.iterdir(), entry / "tokens.bin"):  # the hash of the content and the ends of documents too
         contents = bytearray(file.read_bytes())
         contents[200 % len(contents)] ^= 1

@@ -139,8 +139,8 @@ def _tokenizer(found: Found, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _folder_for_data(found: Found) -> Path:
-    """Where tokenised data is cached: with that of the run, else in a folder of this user."""
+    """The folder of this use, beside which tokenised data is cached: that of the run, else one of this user."""
     run = found.folder.parent.parent
     if (run / "recipe.toml").is_file():
         return run
-    return Path(tempfile.gettempdir()) / f"titan_moe-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    return Path(tempfile.gettempdir()) / f"titan_moe-{os.getuid() if hasattr(os, 'getuid') else 'user'}" / "use"

@@ -16,10 +16,9 @@ class RunConfig:
     """Folder, seed and device of a run."""
 
     folder: str = "runs/default"
-    """Folder for recipe, environment, metrics, traces, checkpoints and, without `data.cache_folder`, tokenised data. If
-    it has checkpoints, the run resumes from the newest one. If it has records without a checkpoint, they are moved into
-    its subfolder `attempt-1` (or -2, ...). The `recipe.toml` in the folder always refers to the folder in which it is,
-    also after the folder was moved."""
+    """Folder for recipe, environment, metrics, traces and checkpoints. If it has checkpoints, the run resumes from the
+    newest one. If it has records without a checkpoint, they are moved into its subfolder `attempt-1` (or -2, ...). The
+    `recipe.toml` in the folder always refers to the folder in which it is, also after the folder was moved."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -184,8 +183,9 @@ class DataConfig:
     `skip`: The row is left out and counted as `bad_rows` in the metrics. A sequence of a token file keeps its place,
     without labels. Invalid JSON can be skipped in local JSON lines."""
     cache_folder: str = ""
-    """Folder for tokenised data, shared by runs; empty means inside the run folder. Its files have checksums. An entry
-    with a damaged file is built again."""
+    """Folder for tokenised data, shared by runs: the same content, tokenizer and settings are tokenised once. Empty
+    means `token_cache` beside the run folder. One process of each node makes what is missing, others wait for it. Its
+    files have checksums. An entry with a damaged file is built again."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Conversations."""
 

@@ -9,12 +9,13 @@ from titan_moe.config.data_files import ROWS, Found
 from titan_moe.config.train import DataConfig
 from titan_moe.data import hub, text
 from titan_moe.data.bad_rows import BadRows
-from titan_moe.data.cache import Cache, describe_files
+from titan_moe.data.cache import Cache
 from titan_moe.data.chat.samples import WholeSamples, split_conversations
 from titan_moe.data.chat.source import open_conversation_corpus
 from titan_moe.data.corpus import Corpus, CorpusSamples, open_corpus, split_holdout, write_corpus
-from titan_moe.data.documents import describe_rows, resolve
+from titan_moe.data.documents import describe_content, describe_rows, resolve
 from titan_moe.data.row_text import RowTexts
+from titan_moe.data.tokenising import reported
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.data.tokens import open_token_files
 
@@ -47,19 +48,34 @@ def open_corpus_of(data: DataConfig, tokenizer: Tokenizer, cache: Cache, bad_row
 
 def _of_texts(data: DataConfig, found: Found, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
     files = found.files or text.find_text_files(data.path)
-    return _tokenised("text", describe_files(files), lambda: text.read_documents(files), tokenizer, cache)
+    sizes = [file.stat().st_size for file in files]
+    num_read = 0
+
+    def documents() -> Iterator[str]:
+        nonlocal num_read
+        for size, document in zip(sizes, text.read_documents(files), strict=True):
+            num_read += size
+            yield document
+
+    def share() -> float:
+        return num_read / max(sum(sizes), 1)
+
+    return _tokenised("text", describe_content(files, cache), documents, share, tokenizer, cache)
 
 
 def _of_rows(data: DataConfig, found: Found, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
-    def documents() -> Iterator[str]:
-        return iter(RowTexts(data, found.files, found.kind, bad_rows, 0, None).read, None)
+    texts = RowTexts(data, found.files, found.kind, bad_rows, 0, None)
 
-    return _tokenised("rows", describe_rows(data, found), documents, tokenizer, cache)
+    def share() -> float:
+        return texts.share
+
+    key = [texts.column, describe_rows(data, found, cache)]
+    return _tokenised("rows", key, lambda: iter(texts.read, None), share, tokenizer, cache)
 
 
 def _of_datasets(data: DataConfig, found: Found, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
     documents = partial(hub.read_documents, data, bad_rows)
-    return _tokenised("datasets", describe_rows(data, found), documents, tokenizer, cache)
+    return _tokenised("datasets", describe_rows(data, found, cache), documents, None, tokenizer, cache)
 
 
 def _of_tokens(data: DataConfig, found: Found, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
@@ -76,10 +92,15 @@ CORPORA: dict[str, OpenCorpus] = {
 
 
 def _tokenised(
-    name: str, made_from: object, documents: Callable[[], Iterator[str]], tokenizer: Tokenizer, cache: Cache
+    name: str,
+    made_from: object,
+    documents: Callable[[], Iterator[str]],
+    share: Callable[[], float] | None,
+    tokenizer: Tokenizer,
+    cache: Cache,
 ) -> Corpus:
     def build(folder: Path) -> None:
-        write_corpus(folder, tokenizer.encode_documents(documents()), tokenizer.dtype)
+        write_corpus(folder, reported(tokenizer.encode_documents(documents()), share), tokenizer.dtype)
 
     open_ = partial(open_corpus, dtype=tokenizer.dtype, vocab_size=tokenizer.vocab_size)
     return cache.get(name, [made_from, tokenizer.fingerprint], build, open_)

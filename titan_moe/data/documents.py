@@ -1,13 +1,14 @@
 """The documents of a source, one after the other, whatever kind of files has them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from titan_moe.config.data_files import Found, find
+from titan_moe.config.data_files import Found, ending_of, find
 from titan_moe.config.train import DataConfig
 from titan_moe.data import hub
 from titan_moe.data.bad_rows import BadRows
-from titan_moe.data.cache import describe_files
+from titan_moe.data.cache import Cache
 from titan_moe.data.json_lines import Convert
 from titan_moe.data.row_text import RowTexts
 from titan_moe.data.stream import Documents
@@ -54,8 +55,15 @@ def open_documents(
     return RowTexts(data, found.files, found.kind, bad_rows, num_read, place, convert)
 
 
-def describe_rows(data: DataConfig, found: Found) -> list[object]:
+def describe_rows(data: DataConfig, found: Found, cache: Cache) -> list[object]:
     """Make the cache key of rows."""
     if found.kind == "datasets":
         return hub.describe_dataset(data)
-    return [found.kind, data.text_column, data.bad_rows, describe_files(found.files)]
+    return [found.kind, data.bad_rows, describe_content(found.files, cache)]
+
+
+def describe_content(files: list[Path], cache: Cache) -> list[object]:
+    """Make the cache key of files: their content, and the endings that decide how each is read, once if all have
+    one."""
+    endings = [ending_of(file.name) for file in files]
+    return [cache.content_of(files), sorted(set(endings)) if len(set(endings)) == 1 else endings]

@@ -12,7 +12,7 @@ from titan_moe.config.data_files import find_files
 from titan_moe.config.train import DataConfig
 from titan_moe.data import json_lines
 from titan_moe.data.bad_rows import BadRowError, BadRows
-from titan_moe.data.cache import describe_files
+from titan_moe.data.content import describe_files
 from titan_moe.data.corpus import Corpus
 from titan_moe.data.file_kinds import PARQUET, kind_of, read_head
 from titan_moe.data.row_text import choose_column

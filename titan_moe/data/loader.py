@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.context import WHOLE_SEQUENCES, SequenceShard
-from titan_moe.data.cache import Cache
+from titan_moe.data.cache import Cache, folder_of
 from titan_moe.data.packing import IGNORE_LABEL, Batch, Sample, pack
 from titan_moe.data.sources import Source, open_source
 from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
@@ -200,7 +200,7 @@ def open_data(
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
     tokenizer = build_tokenizer(data.tokenizer, data.source, vocab_size, split_special_tokens=data.split_special_tokens)
-    cache = Cache(Path(data.cache_folder or Path(run_folder) / "cache"), is_builder=builds_cache, barrier=barrier)
+    cache = Cache(folder_of(data.cache_folder, run_folder), is_builder=builds_cache, barrier=barrier)
     return OpenedData(tokenizer, open_(recipe, tokenizer, cache))
 
 

@@ -35,9 +35,9 @@ class RowTexts:
         convert: Convert | None = None,
     ) -> None:
         own = (place or {}).get(PLACE)
-        self._column = "" if convert else column_of_files(data, files, kind)
+        self.column = "" if convert else column_of_files(data, files, kind)
         self._bad_rows, self._convert = bad_rows, convert or self._text
-        self._rows = Rows(files, kind, own, self._column)
+        self._rows = Rows(files, kind, own, self.column)
         self.num_read = num_read if own else 0
         while self.num_read < num_read and self._rows.next() is not None:
             self.num_read += 1
@@ -57,11 +57,11 @@ class RowTexts:
         return None
 
     def _text(self, row: Any, number: int, place: str) -> str | None:
-        text = row.get(self._column, 0) if isinstance(row, dict) else 0
+        text = row.get(self.column, 0) if isinstance(row, dict) else 0
         if text is None or isinstance(text, str):
             return text or ""
         has = "no text" if text == 0 else f"{type(text).__name__}, not text,"
-        problem = f"data.path: {place}, has {has} in the column {self._column!r}"
+        problem = f"data.path: {place}, has {has} in the column {self.column!r}"
         self._bad_rows.found(number, f"{problem}; give a column of strings with data.text_column, repair it")
         return None
 

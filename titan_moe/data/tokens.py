@@ -8,7 +8,8 @@ import numpy as np
 from titan_moe.config.data_files import find_files
 from titan_moe.config.train import DataConfig
 from titan_moe.data.bad_rows import BadRows
-from titan_moe.data.cache import Cache, describe_files
+from titan_moe.data.cache import Cache
+from titan_moe.data.content import describe_files
 from titan_moe.data.corpus import Corpus, open_document_ends, write_document_ends
 from titan_moe.data.megatron_index import MegatronIndex
 from titan_moe.data.token_file import OpenFiles, TokenFile

@@ -31,6 +31,11 @@ def device_of_rank(config: RunConfig) -> torch.device:
     return torch.device("cuda", local_rank // config.ranks_per_gpu)
 
 
+def is_first_of_node() -> bool:
+    """Whether this rank does what each host needs once; all ranks where a launcher does not number them."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def _share_gpu(local_rank: int, num_ranks: int) -> None:
     # NCCL refuses two ranks on one GPU of a host: each is a host of its own, and they talk over sockets
     os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{local_rank}"

@@ -12,6 +12,7 @@ from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.parallel import ranks_of_a_node, resolve
 from titan_moe.config.run_length import known_steps
 from titan_moe.config.train import TrainConfig
+from titan_moe.data.cache import folder_of
 from titan_moe.kernels.device import device_name
 from titan_moe.plan.choice.hardware import find_hardware
 from titan_moe.plan.cost.roofline import step_work
@@ -85,7 +86,7 @@ def shortened(recipe: Recipe) -> Recipe:
         recipe,
         run=replace(recipe.run, folder=str(run_folder / "trace")),
         train=replace(recipe.train, steps=steps, tokens=0, epochs=0.0),
-        data=replace(recipe.data, cache_folder=recipe.data.cache_folder or str(run_folder / "cache")),
+        data=replace(recipe.data, cache_folder=str(folder_of(recipe.data.cache_folder, run_folder))),
         validation=replace(recipe.validation, every_steps=0),
         checkpoint=replace(recipe.checkpoint, every_steps=0, save_last_step=False),
         profile=replace(recipe.profile, start_step=recipe.profile.start_step or 1),  # so that the model has regions

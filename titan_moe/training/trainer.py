@@ -28,6 +28,7 @@ from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.meter import Meter
 from titan_moe.profile.trace import StepTracer, Tracer
+from titan_moe.run.device import is_first_of_node
 from titan_moe.run.failure import EXIT_FAILED, record_failure
 from titan_moe.run.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
 from titan_moe.run.run_lock import run_lock
@@ -89,7 +90,7 @@ class Trainer:
         tokenising = dist.new_group(backend="gloo", timeout=timedelta(days=2))
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
             check_batch(recipe, resolve(recipe.parallel, dist.get_world_size()).dp)
-            barrier, builds_cache = partial(dist.barrier, tokenising), dist.get_rank() == 0
+            barrier, builds_cache = partial(dist.barrier, tokenising), is_first_of_node()
             data = open_data(recipe, self.run_folder, barrier, builds_cache=builds_cache)
             given, recipe = recipe, with_steps(recipe, data.source.training.samples_per_epoch)
         if self.is_main:

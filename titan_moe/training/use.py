@@ -30,6 +30,7 @@ from titan_moe.models.generate import PROMPT_TOKENS
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.pipeline.model import Model, whole_model
 from titan_moe.plan.resolved import Resolved
+from titan_moe.run.device import is_first_of_node
 from titan_moe.run.process import process_group
 from titan_moe.training.build import build_on_meta, build_parts
 from titan_moe.training.evaluate import evaluating, summed_loss
@@ -236,7 +237,7 @@ def is_first_rank() -> bool:
 def _loader(recipe: Recipe, use: Loaded, group: dist.ProcessGroup, *, held_out: bool, all_sequences: bool) -> Loader:
     meshes = use.meshes
     where = meshes.data_rank, meshes.sizes.dp, recipe.run.folder, partial(dist.barrier, group)
-    options: dict[str, Any] = {"builds_cache": dist.get_rank() == 0}
+    options: dict[str, Any] = {"builds_cache": is_first_of_node()}
     options["open_"] = open_source if held_out else open_for_evaluation
     shard = sequence_shard(recipe.parallel, meshes.context_rank)
     recipe = replace(recipe, validation=replace(recipe.validation, every_steps=1))  # or a stream holds nothing out

@@ -37,7 +37,7 @@ def open_conversation_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache,
         rows = open_documents(data, found, bad_rows, 0, None, encoder.encode)
         write_conversations(folder, _read_all(rows), encoder.counts)
 
-    key = [describe_rows(data, found), tokenizer.fingerprint, describe_codes(recipe)]
+    key = [describe_rows(data, found, cache), tokenizer.fingerprint, describe_codes(recipe)]
     open_ = partial(open_conversations, vocab_size=recipe.model.vocab_size)
     corpus, counts = cache.get("chat", key, build, open_)
     logger.info("data.path has %s", counts.describe())
