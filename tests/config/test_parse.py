@@ -319,7 +319,16 @@ def test_parse_refuses_what_is_no_list_of_strings(tmp_path: Path, value: str) ->
 
 
 @pytest.mark.parametrize(
-    "key", ["run.folder", "data.path", "data.files", "data.tokenizer", "data.cache_folder", "checkpoint.load_from"]
+    "key",
+    [
+        "run.folder",
+        "data.path",
+        "data.files",
+        "data.tokenizer",
+        "data.cache_folder",
+        "validation.path",
+        "checkpoint.load_from",
+    ],
 )
 def test_parse_home_folder_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """A shell expands `~` at the start of a word only, so neither in --run.folder=~/run nor in a file."""

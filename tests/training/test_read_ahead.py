@@ -119,7 +119,10 @@ def test_grown_data_goes_on_where_the_recipe_says_so(
     said = capsys.readouterr().err
     assert "the data differs from that of" in said and "set checkpoint.accept_changed_data = true" in said
     assert run.train("--checkpoint.accept_changed_data=true") == 0 and straight.train() == 0
-    assert steps(run) == steps(straight)
+    for records in (ours := steps(run), expected := steps(straight)):
+        for record in records:
+            del record["epoch"]  # of other sizes
+    assert ours == expected
     assert (
         "it was 4097 tokens, sha256" in caplog.text
         and "an epoch has 224 sequences (was 128); the run go" in caplog.text
@@ -181,7 +184,7 @@ def test_damaged_cache_of_a_run_saves_and_is_built_again(
     text = ("--data.source=text", f"--data.path={tmp_path}/a.txt", "--data.is_shuffled=false", "--optim.decay_steps=0")
     run, straight = (tiny("--train.steps=20", "--model.vocab_size=256", *text) for _ in range(2))
     assert straight.train() == 0 and run.train("--train.steps=4") == 0
-    (file,) = run.folder.glob("cache/*/tokens.bin")
+    (file,) = run.folder.parent.glob("token_cache/text-*/tokens.bin")
     with file.open("r+b") as tokens:
         tokens.seek(1024)
         tokens.write(bytes(256))

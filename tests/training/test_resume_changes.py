@@ -113,16 +113,21 @@ def test_resume_with_other_data_of_the_same_length_is_refused(
 
 
 def test_resume_with_edited_text_of_the_same_length_is_refused(
-    tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And without an edit it goes on from another working directory."""
     folder = tmp_path / "texts"
     folder.mkdir()
+    monkeypatch.chdir(tmp_path)
     for number in range(20):
         (folder / f"{number}.txt").write_text(f"{number} " * 100)
-    run = tiny("--model.vocab_size=256", "--data.source=text", f"--data.path={folder}/*.txt", "--train.steps=2")
+    run = tiny("--model.vocab_size=256", "--data.source=text", "--data.path=texts/*.txt", "--train.steps=2")
     assert run.train("--checkpoint.every_steps=2") == 0
-    os.utime(folder / "3.txt", (1, 1))  # tokenised again: equal content
-    assert run.train("--train.steps=3", "--checkpoint.every_steps=3") == 0
+    os.utime(folder / "3.txt", (1, 1))  # read again: equal content
+    monkeypatch.chdir("/")
+    assert run.again("--train.steps=3", "--checkpoint.every_steps=3") == 0
+    assert len(list((tmp_path / "token_cache").glob("text-*"))) == 1
+    monkeypatch.chdir(tmp_path)
     (folder / "3.txt").write_text("4 " * 100)
     assert run.train("--train.steps=4") == 2
     assert "the data differs from that of" in capsys.readouterr().err

@@ -28,7 +28,8 @@ def open_run_folder(recipe: Recipe, *, is_new: bool) -> None:
         logger.warning("%s has records and no checkpoint: they are now in %s", folder, aside)
     write_environment(folder)  # beside it, recipe.toml means this folder
     checkpoint = replace(recipe.checkpoint, accept_changed_data=False)  # the choice was for this resume
-    write_whole(folder / "recipe.toml", dump_recipe(replace(recipe, checkpoint=checkpoint)))
+    run = replace(recipe.run, folder=str(folder.absolute()))
+    write_whole(folder / "recipe.toml", dump_recipe(replace(recipe, run=run, checkpoint=checkpoint)))
 
 
 def command_to_go_on(run_folder: Path) -> str:

@@ -18,6 +18,7 @@ from titan_moe.checkpoint.dcp import Checkpointer
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.read import CheckpointMismatch
 from titan_moe.config import Recipe, RecipeError, refusals
+from titan_moe.config.absolute_paths import with_absolute_paths
 from titan_moe.config.context import sequence_shard
 from titan_moe.config.kernels import DEFAULT_KERNELS
 from titan_moe.config.model import ModelConfig
@@ -97,7 +98,7 @@ class Trainer:
             log_data(recipe, data.source.size, data.source.training.samples_per_epoch, counts)
         if given.train.epochs and (problems := refusals(recipe, dist.get_world_size())):  # of its steps, known now
             raise RecipeError(problems)
-        self.recipe = recipe
+        self.recipe = recipe = with_absolute_paths(recipe)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, self.parts, optimizers, self.schedule, self.runner = assemble(recipe, device)
         if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
