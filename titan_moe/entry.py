@@ -139,9 +139,11 @@ def recipes_of_evaluation(
     if not is_other:
         held_out = recipe_to_use(found, others)
         if held_out.data.source == "synthetic" and (found.is_hf or found.folder == found.side_files):
-            raise RecipeError([f"{source} names no data; add --data.source=text --data.path='texts/*.txt', or others"])
+            raise RecipeError([f"{source} names no data; add --data.path='texts/*.txt', or others"])
         name = held_out.data.path or held_out.data.source
         return [(f"{name}, held out", _for_use(held_out, num_ranks))], True
+    if not any(word.partition("=")[0] == "--data.source" for word in others):
+        others = [*others, "--data.source=auto"]
     recipes = [
         (path or "data", recipe_to_use(found, [*others, *([f"--data.path={path}"] if path else [])], other_data=True))
         for path in paths or [""]

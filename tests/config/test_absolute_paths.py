@@ -34,7 +34,8 @@ from titan_moe.config.schema import Table
         ("validation", {"path": "texts"}, {"path": "HERE/texts"}),
         ("validation", {"sets": Table(a="texts/*", b="o/n")}, {"sets": {"a": "HERE/texts/*", "b": "o/n"}}),
         ("checkpoint", {"load_from": "hf:texts"}, {"load_from": "hf:HERE/texts"}),
-        ("checkpoint", {"load_from": "runs/a"}, {"load_from": "HERE/runs/a"}),
+        ("checkpoint", {"load_from": "texts/a.txt"}, {"load_from": "HERE/texts/a.txt"}),
+        ("checkpoint", {"load_from": "gone"}, {"load_from": "gone"}),  # an error names it as it was given
         ("checkpoint", {}, {"load_from": ""}),
     ],
 )

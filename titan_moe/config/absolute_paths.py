@@ -23,7 +23,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             d,
             path=d.path if d.files else _of_source(d.path, d.source),
             files=_absolute(d.files),
-            tokenizer=_absolute(d.tokenizer) if Path(d.tokenizer).exists() else d.tokenizer,
+            tokenizer=_if_here(d.tokenizer),
             cache_folder=_absolute(d.cache_folder),
         ),
         validation=replace(
@@ -31,7 +31,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             path=_of_source(v.path, v.source),
             sets=Table({name: _of_source(path, v.source) for name, path in v.sets.items()}),
         ),
-        checkpoint=replace(recipe.checkpoint, load_from=prefix + _absolute(load_from.removeprefix(prefix))),
+        checkpoint=replace(recipe.checkpoint, load_from=prefix + _if_here(load_from.removeprefix(prefix))),
     )
 
 
@@ -40,6 +40,10 @@ def _of_source(path: str, source: str) -> str:
     is_here = glob.has_magic(path) or Path(path).exists()
     is_name = path == STANDARD_LIBRARY or source == "synthetic"
     return _absolute(path) if is_here and not is_name else path
+
+
+def _if_here(path: str) -> str:
+    return _absolute(path) if Path(path).exists() else path
 
 
 def _absolute(path: str) -> str:

@@ -164,6 +164,8 @@ def _load(data: DataConfig) -> Any:
             raise ValueError(f"{_describe_origin(data)}: {found}; {_way_out(data)}") from error
         problem = f"`datasets` cannot load this: {type(reason).__name__}: {reason}"
         way_out = "give a name on the Hugging Face hub that can be reached, a folder, or a file type beside data.files"
+        if not data.files and not Path(data.path).exists():
+            problem += ", and no folder of this name is here"
         raise ValueError(f"{_describe_origin(data)}: {problem}; {way_out}") from error
 
 

@@ -78,7 +78,7 @@ def _open_epochs(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
         raise ValueError(
             f"validation.num_sequences = {recipe.validation.num_sequences}, but data.holdout_fraction = "
             f"{recipe.data.holdout_fraction} holds out {len(held_out)} sequences of {recipe.train.seq_len_tokens} "
-            "tokens; raise data.holdout_fraction or lower validation.num_sequences"
+            f"tokens; raise data.holdout_fraction or lower validation.num_sequences{_to(len(held_out))}"
         )
     if recipe.metrics.sample_tokens > 0 and not has_own and len(held_out) == 0:
         raise ValueError(
@@ -88,6 +88,10 @@ def _open_epochs(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
         )
     epochs = EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled)
     return Source(epochs, held_out, corpus.fingerprint, bad_rows, size=_size_of(corpus, held_out.num_tokens))
+
+
+def _to(number: int) -> str:
+    return f" to {number}" if number else ""
 
 
 def _size_of(corpus: Corpus, held_out_tokens: int) -> DataSize:

@@ -43,11 +43,12 @@ def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: Mod
     train, parts = recipe.train, []
     num_tokens = train.steps * step_tokens(train)
     if size.num_tokens is not None:
-        documents = "" if size.num_documents is None else f" in {counted(size.num_documents, 'document')}"
-        parts.append(f"{size.num_tokens:,} tokens{documents}")
+        parts.append(f"{size.num_tokens:,} tokens{_documents(size.num_documents)}")
     if size.held_out_tokens:
-        documents = "" if size.held_out_documents is None else f" in {counted(size.held_out_documents, 'document')}"
-        parts.append(f"held out {size.held_out_tokens:,}{documents}")
+        is_end = size.num_documents == 1
+        parts.append(
+            f"held out {size.held_out_tokens:,}{', its end' if is_end else _documents(size.held_out_documents)}"
+        )
     for name, path in {"": recipe.validation.path, **recipe.validation.sets}.items():
         parts += [f"validation{f' {name}' if name else ''} on {path}"] if path else []
     if samples_per_epoch:
@@ -57,6 +58,10 @@ def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: Mod
     a_parameter = f", {num_tokens / counts.parameters:.3g} a parameter" if counts.parameters else ""
     active = f" ({num_tokens / counts.active:.3g} an active one)" if counts.active else ""
     logger.info("data: %s", "; ".join([*parts, run + a_parameter + active]))
+
+
+def _documents(number: int | None) -> str:
+    return "" if number is None else f" in {number:,} document{'s' * (number != 1)}"
 
 
 def log_end(

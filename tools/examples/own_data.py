@@ -1,7 +1,6 @@
 """Train on text files of one's own, from Python: python tools/examples/own_data.py 'my_texts/*.txt' --train.steps=100
 
-A file is a document, and at least one is held out: give two or more, or `--data.holdout_fraction=0` with
-`--validation.every_steps=0 --metrics.sample_tokens=0`. Ids, datasets and tokenizers: recipes/README.md.
+Or on JSON lines, Parquet, a folder, a hub name: recipes/README.md. With little data `--validation.num_sequences=8`.
 """
 
 import sys
