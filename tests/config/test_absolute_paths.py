@@ -7,6 +7,7 @@ import pytest
 
 from titan_moe.config import Recipe
 from titan_moe.config.absolute_paths import with_absolute_paths
+from titan_moe.config.chat import ChatConfig
 from titan_moe.config.schema import Table
 
 
@@ -30,6 +31,8 @@ from titan_moe.config.schema import Table
             {"tokenizer": "texts", "cache_folder": "new"},
             {"tokenizer": "HERE/texts", "cache_folder": "HERE/new"},
         ),
+        ("data", {"chat": ChatConfig("texts/a.txt")}, {"chat": ChatConfig("HERE/texts/a.txt")}),
+        ("data", {"chat": ChatConfig("plain")}, {"chat": ChatConfig("plain")}),
         ("data", {"tokenizer": "bytes"}, {"tokenizer": "bytes", "cache_folder": ""}),
         ("validation", {"path": "texts"}, {"path": "HERE/texts"}),
         ("validation", {"sets": Table(a="texts/*", b="o/n")}, {"sets": {"a": "HERE/texts/*", "b": "o/n"}}),
@@ -45,6 +48,7 @@ def test_paths_become_absolute_and_names_stay(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "plain").write_text("")
     recipe = Recipe()
     given = dataclasses.replace(recipe, **{section: dataclasses.replace(getattr(recipe, section), **fields)})
     absolute = with_absolute_paths(given)

@@ -10,6 +10,8 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import Table
 
 HUGGING_FACE = "hf:"
+WORDS = ("bytes", "plain")
+"""Of a tokenizer and of a chat template: no paths, whatever lies in the working directory."""
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -25,6 +27,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             files=_absolute(d.files),
             tokenizer=_if_here(d.tokenizer),
             cache_folder=_absolute(d.cache_folder),
+            chat=replace(d.chat, template=_if_here(d.chat.template)),
         ),
         validation=replace(
             v,
@@ -43,7 +46,7 @@ def _of_source(path: str, source: str) -> str:
 
 
 def _if_here(path: str) -> str:
-    return _absolute(path) if Path(path).exists() else path
+    return _absolute(path) if path not in WORDS and Path(path).exists() else path
 
 
 def _absolute(path: str) -> str:

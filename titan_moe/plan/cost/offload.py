@@ -14,6 +14,8 @@ def sent_bytes(recipe: Recipe) -> list[int]:
     offload, modules = offload_of(recipe), modules_of(recipe.model, recipe.parallel)
     size = microbatch_tokens(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
     layers = range(recipe.model.num_layers)
+    if not offload.layers:
+        return [0] * len(layers)
     stay = layers[-LAYERS_UNDER_WAY:] if recipe.parallel.pp == 1 else ()
     names = {layer: [] if layer in stay else offload.names_of(layer) for layer in layers}
     return [round(size * sum(it.sent_with(names[layer]) for it in modules if it.is_in(layer))) for layer in layers]
