@@ -123,6 +123,7 @@ def test_compile_equals_eager(moe: MoEConfig) -> None:
     assert_same(build("on", config=config), build("off", config=config), 1e-4)
 
 
+@pytest.mark.few("block")
 @pytest.mark.usefixtures("counter")
 @pytest.mark.parametrize("recomputed", ["experts", "block"])
 def test_compile_with_recompute_equals_eager(recomputed: str) -> None:

@@ -241,6 +241,7 @@ def run_arena(folder: str | None, overlaps: bool, is_fp8: bool) -> tuple[list[bo
 OVER_MEMORY = ("symm_mem", "symm_mem with clones", "tile", "tile with clones", "fused", "tile in fp8")
 
 
+@pytest.mark.few("symm_mem with clones", "tile with clones")
 @pytest.mark.interpreted
 @pytest.mark.parametrize("kind", OVER_MEMORY[:4])  # the others are those of an arena
 def test_files_of_microbatches_in_flight(ranks: Any, tmp_path: Path, kind: str) -> None:

@@ -153,6 +153,7 @@ def run_collectives(factors: dict[str, float]) -> dict[tuple[str, str], tuple[li
     return answers
 
 
+@pytest.mark.few("4-True", "4-False")
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_collectives_equal_the_dense_oracle_under_every_load(ranks: Any, num_ranks: int, fits: bool) -> None:

@@ -47,6 +47,7 @@ def joined(answers: list[dict[str, Any]]) -> list[Any]:
     return traces
 
 
+@pytest.mark.few("dualpipev-pairs")
 @pytest.mark.parametrize(
     ("changes", "num_layers"),
     [({}, 3), ({**PAIRS, **TWO_NODES}, 5)],

@@ -142,6 +142,13 @@ def alone(ranks: Any) -> Any:
     return one_loss.Trace(**ranks(1, one_loss.train, one_loss.recipe(ParallelConfig()), -1, STEPS)[0])
 
 
+@pytest.mark.few(
+    "dp4-ep2-etp2-clones-recompute_experts",
+    "tp2-ep2",
+    "hsdp2x2-ep2-recompute_experts",
+    "dp2-ep2-clones-recompute_block",
+    "tp2-dp2-ep4-2x2-clones-recompute_block",
+)
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "what"),
     [
@@ -276,6 +283,7 @@ def test_symm_mem_delayed_weight_grads_are_equal(ranks: Any, tmp_path: Path) -> 
             assert num_late_there > 0
 
 
+@pytest.mark.few("dp4-ep4-2x2")
 @pytest.mark.parametrize("parallel", [EP2, TWO_NODES], ids=["dp2-ep2", "dp4-ep4-2x2"])
 def test_symm_mem_interleaved_microbatches_train_as_one_process(
     ranks: Any, alone: Any, tmp_path: Path, parallel: ParallelConfig

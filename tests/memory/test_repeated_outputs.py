@@ -94,6 +94,7 @@ def test_some_layers_are_computed_again(entries: tuple[str, ...]) -> None:
     assert_same_bits(gradients(model, [model(*batches(1)[0])]), plain("gqa"))
 
 
+@pytest.mark.few("mla")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_compiled_parts_are_close(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:

@@ -174,7 +174,7 @@ def test_a_recipe_that_nothing_fits_names_the_nearest(monkeypatch: pytest.Monkey
 
 
 def test_a_recipe_of_any_size_is_told_what_to_do() -> None:
-    report = describe(load_recipe(MIXTRAL, ["--model.num_layers=800"]), 8, "H100")
+    report = describe(load_recipe(MIXTRAL, ["--model.num_layers=100", "--model.hidden_size=32768"]), 8, "H100")
     assert "GiB; take fewer layers, or another layout on more ranks" in report
 
 

@@ -202,6 +202,7 @@ def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, exact: Any
     assert runs[0]["recordings"] == is_captured * (1 + after_a_rerun)
 
 
+@pytest.mark.few("captured")
 @pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
 def test_step_runner_follows_the_load(ranks: Any, exact: Any, is_captured: bool) -> None:
     """Without a bound at first, then with one that holds; the numbers are those of no bound."""
@@ -213,6 +214,7 @@ def test_step_runner_follows_the_load(ranks: Any, exact: Any, is_captured: bool)
     assert factors[:3] == [0.0] * 3 and 1.0 <= runs[0]["need"] and factors[-1] >= 1.0
 
 
+@pytest.mark.few("captured")
 @pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
 def test_a_step_taken_again_draws_the_same_random_numbers(
     ranks: Any, exact: Any, exact_with_dropout: dict[str, Any], is_captured: bool

@@ -31,6 +31,7 @@ def named_share(timeline: Timeline, is_backward: bool | None = None) -> float:
     return sum(span.part != OTHER for span in spans) / len(spans)
 
 
+@pytest.mark.few("block")
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_trace_breaks_a_step_down_into_named_parts(tiny, recompute: str) -> None:
     run = tiny("--train.steps=1000", f"--memory.recompute={recompute}", "--checkpoint.every_steps=1")

@@ -221,6 +221,7 @@ def test_symm_mem_over_files_with_clones_equals_dense_oracle(ranks, tmp_path: Pa
     check_routings(ranks(2, run_routings, str(tmp_path), routings, MOST_SPARE), routings)
 
 
+@pytest.mark.few("1")
 @pytest.mark.interpreted
 @pytest.mark.parametrize("num_replicas", [0, 1])
 def test_symm_mem_over_files_compiles_as_one_graph(ranks, tmp_path: Path, num_replicas: int) -> None:

@@ -97,6 +97,15 @@ def test_factors_of_weight_gradients_are_rounded_along_each_experts_slots(
             assert torch.equal(all_scales[tile], scales[0])
 
 
+@pytest.mark.few(
+    "random-cuda-dtype1",
+    "skewed-cpu-dtype0",
+    "skewed-cuda-dtype1",
+    "empty_expert-cpu-dtype0",
+    "empty_expert-cuda-dtype1",
+    "padded-cpu-dtype0",
+    "padded-cuda-dtype1",
+)
 @with_devices
 @with_plans
 def test_each_product_is_that_of_the_emulation_and_near_fp64(name: str, device: str, dtype: torch.dtype) -> None:
@@ -157,6 +166,14 @@ def test_cuts_give_the_same_bits(device: str, dtype: torch.dtype, monkeypatch: p
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
+@pytest.mark.few(
+    "random-cuda-dtype1",
+    "skewed-cpu-dtype0",
+    "skewed-cuda-dtype1",
+    "empty_expert-cuda-dtype1",
+    "padded-cpu-dtype0",
+    "padded-cuda-dtype1",
+)
 @with_devices
 @with_plans
 def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype: torch.dtype) -> None:
@@ -186,6 +203,7 @@ def test_an_outlier_spoils_its_block_alone(device: str, dtype: torch.dtype) -> N
     assert min(errors[0]) > 15 and max(errors[1]) < 3, errors
 
 
+@pytest.mark.few("inf-cpu-dtype0", "inf-cuda-dtype1", "-inf-cuda-dtype1", "nan-cpu-dtype0", "nan-cuda-dtype1")
 @with_devices
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_stays_so(device: str, dtype: torch.dtype, number: float) -> None:

@@ -121,6 +121,15 @@ def test_casts_have_the_bits_of_the_references(device: str, dtype: torch.dtype) 
         assert_weight_has_the_bits_of_the_reference(weight_eOI, dtype)
 
 
+@pytest.mark.few(
+    "random-cuda-dtype1",
+    "skewed-cpu-dtype0",
+    "skewed-cuda-dtype1",
+    "empty_expert-cpu-dtype0",
+    "empty_expert-cuda-dtype1",
+    "padded-cpu-dtype0",
+    "padded-cuda-dtype1",
+)
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("name", PLANS)
 def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -> None:
@@ -176,6 +185,14 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
     assert dscores_R.shape == scales_R.shape and decibels(exact_dscores_R, dscores_R[:n]) > 40
 
 
+@pytest.mark.few(
+    "random-cuda-dtype1",
+    "skewed-cpu-dtype0",
+    "skewed-cuda-dtype1",
+    "empty_expert-cuda-dtype1",
+    "padded-cpu-dtype0",
+    "padded-cuda-dtype1",
+)
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype: torch.dtype) -> None:
@@ -215,6 +232,7 @@ def assert_spoilt(mlp: Any, case: Case, number: float) -> None:
         assert all(not results[key].isfinite().all() for key in reached), name
 
 
+@pytest.mark.few("inf-cpu-dtype0", "inf-cuda-dtype1", "-inf-cuda-dtype1", "nan-cpu-dtype0", "nan-cuda-dtype1")
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_stays_so(device: str, dtype: torch.dtype, number: float) -> None:
