@@ -41,7 +41,8 @@ def test_folder_has_its_files_at_any_depth_without_hidden_ones_and_side_files(tm
 
 def test_folder_of_token_files_has_their_indexes_too(tmp_path: Path) -> None:
     _make(tmp_path, "a.bin", "a.idx")
-    assert find(str(tmp_path), "data.path") == ("tokens", [tmp_path / "a.bin"])
+    for path in (str(tmp_path), f"{tmp_path}/*"):
+        assert find(path, "data.path") == ("tokens", [tmp_path / "a.bin"])
 
 
 def test_glob_of_other_endings_is_text_and_a_folder_with_them_is_refused(tmp_path: Path) -> None:

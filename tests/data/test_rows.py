@@ -54,6 +54,12 @@ def test_bad_lines_are_rows_with_a_problem(tmp_path: Path) -> None:
     assert all(row.problem.startswith(start) for row, start in zip(rows, words, strict=True))
 
 
+def _damaged(data: bytes) -> bytes:
+    middle = len(data) // 3
+    return data[:middle] + bytes(byte ^ 255 for byte in data[middle : middle + 40]) + data[middle + 40 :]
+
+
+NUMBERS = b"".join(b'{"text": "%d"}\n' % (number**5) for number in range(500))
 GOOD = b'{"text": "good"}\n'
 
 
@@ -64,23 +70,23 @@ GOOD = b'{"text": "good"}\n'
         ("a.jsonl", GOOD.decode().encode("utf-16"), "is text in UTF-16, not JSON in UTF-8; convert it: iconv"),
         ("a.jsonl", GOOD.decode().encode("utf-16-le"), "is not JSON in UTF-8: 17 of its first 34 bytes are 0"),
         ("a.jsonl", b"PAR1 a table PAR1", "is a Parquet table, not JSON in UTF-8; give it the ending .parquet"),
-        ("a.jsonl.gz", GOOD, "a.jsonl.gz cannot be decompressed: Not a gzipped file.*or its ending is wrong"),
-        ("a.jsonl.gz", compressed(GOOD * 99, ".gz")[:-20], "a.jsonl.gz cannot be decompressed: .*it is damaged"),
-        ("a.jsonl.zst", GOOD, "a.jsonl.zst cannot be decompressed: "),
-        ("a.jsonl.zst", compressed(GOOD * 99, ".zst")[:-5], "a.jsonl.zst cannot be decompressed: "),
+        ("a.jsonl.gz", GOOD, "cannot be decompressed: Not a gzipped file.*or its ending is wrong"),
+        ("a.jsonl.gz", compressed(GOOD * 99, ".gz")[:-20], "cannot be decompressed: .*it is damaged"),
+        ("a.jsonl.gz", _damaged(compressed(NUMBERS, ".gz")), "cannot be decompressed: .*it is damaged"),
+        ("a.jsonl.zst", _damaged(compressed(NUMBERS, ".zst")), "cannot be decompressed: "),
+        ("a.jsonl.zst", GOOD, "cannot be decompressed: "),
+        ("a.jsonl.zst", compressed(GOOD * 99, ".zst")[:-5], "cannot be decompressed: "),
         ("a.json", b'{\n "text": "good"\n}', r"is one object of JSON over several lines; give an array .*\[{...}"),
         ("a.json", b'[{"text": "good"},\n', "begins as an array of JSON and is none: .*of which a bad one can be"),
-        ("a.parquet", GOOD, "a.parquet is not a Parquet table: "),
-        ("a.parquet", b"", "a.parquet is not a Parquet table: "),
-        ("a.parquet.gz", GOOD, "a.parquet.gz cannot be decompressed: "),
-        ("a.arrow", GOOD, "a.arrow is not an Arrow file: "),
+        ("a.parquet", GOOD, "is not a Parquet table: "),
+        ("a.parquet", b"", "is not a Parquet table: "),
+        ("a.parquet.gz", GOOD, "cannot be decompressed: "),
+        ("a.arrow", GOOD, "is not an Arrow file: "),
     ],
 )
 def test_file_that_is_none_of_its_ending_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(
-        ValueError, match=f"data.path: {tmp_path}/{words if words.startswith('a.') else f'{name} {words}'}"
-    ):
+    with pytest.raises(ValueError, match=f"data.path: {tmp_path}/{name} {words}"):
         _read(Rows([tmp_path / name], kind_of_name(name)))
 
 
@@ -98,12 +104,12 @@ def test_table_that_is_damaged_inside_is_named(tmp_path: Path, ending: str) -> N
     [
         (".parquet", "a.parquet needs the package `pyarrow`: pip install pyarrow, or give the data as .jsonl"),
         (".arrow", "a.arrow needs the package `pyarrow`"),
-        (".jsonl.zst", "a.jsonl.zst needs a library for zstd; pip install zstandard"),
+        (".jsonl.zst", "a.jsonl.zst needs a library for zstd; pip install pyarrow"),
     ],
 )
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, words: str) -> None:
     file = write_rows(tmp_path / f"a{ending}", ROWS)
-    for module in ("pyarrow", "pyarrow.parquet", "pyarrow.ipc", "zstandard", "compression"):
+    for module in ("pyarrow", "pyarrow.parquet", "pyarrow.ipc", "compression"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=words):
         _read(Rows([file], kind_of_name(file.name)))

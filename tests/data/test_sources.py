@@ -135,6 +135,8 @@ def test_text_needs_a_tokenizer_also_where_its_folder_does_not_say_it(
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match="data.tokenizer = '' is for token ids, but .* has text; give 'bytes'"):
         open_loader(auto(tmp_path, tokenizer=""))
+    with pytest.raises(ValueError, match="data.subset = 'en' is of a hub name, but .* names files"):
+        open_loader(auto(tmp_path, subset="en"))
 
 
 def test_text_and_token_files_are_not_streamed(

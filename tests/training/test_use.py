@@ -95,7 +95,7 @@ def test_an_evaluation_is_that_of_the_run(trained: Run, capsys: pytest.CaptureFi
 def test_each_path_is_a_source(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss, by brute force over the whole text; a byte a token but for the ends of documents."""
     paths = [f"{trained.texts}/{name}.txt" for name in (0, 5)]
-    table = out_of(capsys, "evaluate", trained.folder, *(f"--data.path={path}" for path in paths), "--data.source=text")
+    table = out_of(capsys, "evaluate", trained.folder, *(f"--data.path={path}" for path in paths))
     header, *rows = (line.split() for line in table.splitlines())
     assert [row[0] for row in rows] == [*paths, "all"]
     model, num_all, sum_all = ours(trained, 40), 0, 0.0

@@ -74,7 +74,8 @@ def find(path: str, key: str) -> Found:
         reader = TABLES[ending_of(tables[0].name)]
         way_out = f'set data.source = "datasets", data.path = "{reader}" and data.files = {path!r}'
         raise ValueError(f"{key}: {tables[0]} is a table that `datasets` reads; {way_out}")
-    return Found(_one_kind({file: kind_of_name(file.name) or "text" for file in files}, key, path), files)
+    kinds = _without_indexes({file: kind_of_name(file.name) for file in files})
+    return Found(_one_kind({file: kind or "text" for file, kind in kinds.items()}, key, path), list(kinds))
 
 
 def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
@@ -100,7 +101,7 @@ def _files_of_folder(folder: Path, key: str) -> Found:
     inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     names = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
     kinds = {folder / name: kind_of_name(name.name) for name in names if name.name not in SIDE_FILES}
-    kinds = {file: kind for file, kind in kinds.items() if not (file.suffix == ".idx" and "tokens" in kinds.values())}
+    kinds = _without_indexes(kinds)
     if not kinds:
         raise FileNotFoundError(f"{key} = {str(folder)!r} is a folder without files; give one with {LISTED_ENDINGS}")
     if unknown := [str(file) for file, kind in kinds.items() if not kind]:
@@ -110,6 +111,11 @@ def _files_of_folder(folder: Path, key: str) -> Found:
         )
     _check_readable(list(kinds), key)
     return Found(_one_kind(kinds, key, str(folder)), list(kinds))
+
+
+def _without_indexes(kinds: dict[Path, str]) -> dict[Path, str]:
+    """Without Megatron's indexes of token files, which are found beside them."""
+    return {file: kind for file, kind in kinds.items() if file.suffix != ".idx" or "tokens" not in kinds.values()}
 
 
 def _one_kind(kinds: dict[Path, str], key: str, path: str) -> str:

@@ -32,6 +32,8 @@ def resolve(data: DataConfig) -> tuple[DataConfig, Found]:
             f"data.format = 'chat' reads conversations from rows, but data.path = {data.path!r} has files of "
             f"{found.kind}; give .jsonl, .json, .parquet or .arrow"
         )
+    if data.subset and found.kind != "datasets":
+        raise ValueError(f"data.subset = {data.subset!r} is of a hub name, but data.path = {data.path!r} names files")
     if data.is_streamed and found.kind in ("text", "tokens"):
         raise ValueError(
             f"data.is_streamed = true streams rows, but data.path = {data.path!r} has files of {found.kind}; set it to "

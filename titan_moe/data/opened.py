@@ -50,7 +50,7 @@ class OpenedFile:
     def _read(self, read: Any, *arguments: int) -> bytes:
         try:
             return read(*arguments)
-        except (OSError, EOFError) as error:  # zlib and zstd raise them for other bytes and for an early end
+        except Exception as error:  # each library has types of its own for other bytes and for an early end
             if not self.is_compressed:
                 raise
             reason = str(error) or type(error).__name__
@@ -79,17 +79,11 @@ def _decompressed(raw: IO[bytes], path: Path) -> Any:
 
 
 def _open_zst(raw: IO[bytes]) -> Any:
-    """By the first of three libraries that is here; all of them read files of several frames."""
+    """By Python's own library or by pyarrow, which both read several frames and find an early end."""
     try:
         from compression import zstd  # Python 3.14
 
         return zstd.ZstdFile(raw)
-    except ImportError:
-        pass
-    try:
-        import zstandard
-
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
     except ImportError:
         pass
     try:
@@ -98,7 +92,7 @@ def _open_zst(raw: IO[bytes]) -> Any:
         return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"), PIECE_BYTES)
     except ImportError as error:
         name = getattr(raw, "name", "a .zst file")
-        way_out = "pip install zstandard, or decompress it: zstd -d"
+        way_out = "pip install pyarrow, take Python 3.14, or decompress it: zstd -d"
         raise ImportError(f"data.path: {name} needs a library for zstd; {way_out}") from error
 
 
