@@ -161,6 +161,7 @@ _MODULES = {
     "SymmMemDispatcher": "titan_moe.dispatch.symm_mem.dispatcher",
     "SymmMemFusedDispatcher": "titan_moe.dispatch.symm_mem.fused",
     "SymmMemory": "titan_moe.dispatch.symm_mem.memory",
+    "Table": "titan_moe.config.schema",
     "TokenDispatcher": "titan_moe.dispatch",
     "TopKRouter": "titan_moe.layers.router",
     "Table": "titan_moe.config.schema",
