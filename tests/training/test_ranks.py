@@ -14,7 +14,7 @@ QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 def test_context_parallel_ranks_train_the_quickstart_as_one_process(ranks, make_run, kind: str) -> None:
     few = (
         "--train.steps=2 --train.micro_batch_sequences=1 --train.global_batch_sequences=2 --model.num_layers=2 "
-        "--validation.every_steps=2 --validation.num_sequences=2 "
+        "--validation.every_steps=2 --validation.num_sequences=2 --validation.sets.all=python-stdlib "
         "--metrics.every_steps=1 --metrics.sample_tokens=3 --data.document_attention=true "
         "--checkpoint.save_last_step=false"
     ).split()
@@ -23,7 +23,7 @@ def test_context_parallel_ranks_train_the_quickstart_as_one_process(ranks, make_
         run.words[1] = QUICKSTART
     assert one.train(f"--data.cache_folder={one.folder / 'cache'}") == 0
     split.on(ranks, 2, f"--data.cache_folder={one.folder / 'cache'}")
-    for name in ("loss", "aux_loss", "grad_norm", "validation_loss"):
+    for name in ("loss", "aux_loss", "grad_norm", "validation_loss", "validation_loss/all"):
         assert split.column(name) == pytest.approx(one.column(name), rel=1e-4), name
     assert split.column("tokens_seen") == one.column("tokens_seen") == [512, 1024]
 
