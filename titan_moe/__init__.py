@@ -164,7 +164,6 @@ _MODULES = {
     "Table": "titan_moe.config.schema",
     "TokenDispatcher": "titan_moe.dispatch",
     "TopKRouter": "titan_moe.layers.router",
-    "Table": "titan_moe.config.schema",
     "TrainConfig": "titan_moe.config.train",
     "Transformer": "titan_moe.models.transformer",
     "ValidationConfig": "titan_moe.config.train",
