@@ -19,7 +19,7 @@ from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.experts.weights import ExpertUse, ExpertWeights
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.layers.mlp import SwiGLUDown
+from titan_moe.layers.mlp import MLP
 from titan_moe.parameters import Factors, ParameterKind
 
 
@@ -81,16 +81,15 @@ def apply(model: nn.Module, config: AdapterConfig) -> None:
             if isinstance(module, GroupedExperts) and config.has("experts"):
                 _adapt_experts(module, config.rank_of("experts"), config.scale_of("experts"))
             elif isinstance(module, nn.Linear) and (kind := kind_of_linear(path)) and config.has(kind):
-                owner = layer.get_submodule(path.rpartition(".")[0])
-                rows = getattr(owner, "fused_rows", {}).get(f"{path.rpartition('.')[2]}.weight")
-                _adapt_linear(module, rows, config.rank_of(kind), config.scale_of(kind))
+                parent, _, name = path.rpartition(".")
+                owner = layer.get_submodule(parent)
+                rows = getattr(owner, "fused_rows", {}).get(f"{name}.weight", (module.out_features,))
+                activates = isinstance(owner, MLP) and name == "down"  # whatever its class is now
+                _adapt_linear(module, rows, config.rank_of(kind), config.scale_of(kind), activates=activates)
 
 
-def _adapt_linear(linear: nn.Linear, rows: tuple[int, ...] | None, rank: int, scale: float) -> None:
-    activates = isinstance(linear, SwiGLUDown) or getattr(linear, "activates", False)
-    rows = rows or (linear.out_features,)
-    options: Any = {"activates": activates, "like": linear.weight}
-    linear.adapter = LowRank(linear.in_features, rows, rank, scale, **options)
+def _adapt_linear(linear: nn.Linear, rows: tuple[int, ...], rank: int, scale: float, *, activates: bool) -> None:
+    linear.adapter = LowRank(linear.in_features, rows, rank, scale, activates=activates, like=linear.weight)
     linear.low_rank = {"weight": Factors("adapter.A", "adapter.B", rows, scale)}
     linear.register_forward_hook(add_adapter)
 

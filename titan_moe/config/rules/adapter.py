@@ -55,10 +55,17 @@ adapters_are_of_the_default_class = row(
 )
 
 
-@rule("the fused kernels have no factors beside weights", "perf.kernels perf.override.experts model.adapter.targets")
+@rule(
+    "the fused kernels have no factors beside weights",
+    "perf.kernels perf.override.experts parallel.overlap model.adapter.targets",
+)
 def adapted_experts_are_not_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if _adapts_experts(recipe) and recipe.perf.kernels != "auto" and recipe.perf.chosen_kernels.experts == "fused":
+    if not _adapts_experts(recipe):
+        return
+    if recipe.perf.chosen_kernels.experts == "fused":
         yield 'fused experts have no adapters, and model.adapter.targets has "experts"'
+    if recipe.parallel.overlap == "tile":
+        yield 'parallel.overlap = "tile" needs fused experts, which have no adapters'
 
 
 adapted_experts_multiply_in_compute = row(

@@ -97,8 +97,9 @@ def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, kind: str) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.kind = inputs
-    ctx.save_for_backward(*tensors)
+    x_RI, *tensors, ctx.kind = inputs
+    # the gradient of a weight alone reads rows
+    ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else x_RI.new_empty(0), *tensors)
 
 
 def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:

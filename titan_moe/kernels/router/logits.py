@@ -48,16 +48,27 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Te
 
 
 @torch.library.custom_op("titan_moe::router_logits_backward", mutates_args=())
-def _router_logits_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+def _router_logits_backward(
+    grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, trains_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a weight that does not train is empty."""
     high_TE = grad_TE.to(x_TD.dtype)
     low_TE = (grad_TE - high_TE.float()).to(x_TD.dtype)
     both = torch.cat([high_TE, low_TE], dim=1)
+    grad_x_TD = both @ torch.cat([weight_ED, weight_ED])
+    if not trains_weight:
+        return grad_x_TD, weight_ED.new_empty(0)
     grad_weight_2ED = _mm_fp32_out(both.T, x_TD).unflatten(0, (2, -1))
-    return both @ torch.cat([weight_ED, weight_ED]), grad_weight_2ED.sum(0).to(weight_ED.dtype)
+    return grad_x_TD, grad_weight_2ED.sum(0).to(weight_ED.dtype)
 
 
 _router_logits.register_fake(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32))
-_router_logits_backward.register_fake(lambda grad_TE, *inputs: tuple(map(torch.empty_like, inputs)))
+_router_logits_backward.register_fake(
+    lambda grad_TE, x, weight, trains_weight: (
+        torch.empty_like(x),
+        torch.empty_like(weight) if trains_weight else weight.new_empty(0),
+    )
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -67,8 +78,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _router_logits_backward(grad_TE.contiguous(), *ctx.saved_tensors)
-    return *grads, None if ctx.bias_dtype is None else grad_TE.sum(0).to(ctx.bias_dtype)
+    trains_weight = ctx.needs_input_grad[1]
+    grad_x_TD, grad_weight_ED = _router_logits_backward(grad_TE.contiguous(), *ctx.saved_tensors, trains_weight)
+    return (
+        grad_x_TD,
+        grad_weight_ED if trains_weight else None,
+        None if ctx.bias_dtype is None else grad_TE.sum(0).to(ctx.bias_dtype),
+    )
 
 
 _router_logits.register_autograd(_backward, setup_context=_save)
@@ -76,7 +92,7 @@ register_flop_formula(torch.ops.titan_moe.router_logits)(
     lambda x_TD, weight_ED, *_, **__: 2 * prod(x_TD) * weight_ED[0]
 )
 register_flop_formula(torch.ops.titan_moe.router_logits_backward)(  # model FLOPs: the split does not double them
-    lambda grad_TE, x_TD, weight_ED, **_: 4 * prod(grad_TE) * x_TD[1]
+    lambda grad_TE, x_TD, weight_ED, trains_weight, **_: (2 + 2 * trains_weight) * prod(grad_TE) * x_TD[1]
 )
 
 
