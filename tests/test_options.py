@@ -247,6 +247,7 @@ KEPT = {
     "checkpoint.accept_changed_data": "a run goes on when its data has grown",
     "checkpoint.load_from": "training goes on from another run's weights",
     "checkpoint.load_without": "a checkpoint has layers that are not built here",
+    "checkpoint.saves_frozen": "an adapter of 1 GB needs no 60 GB of base beside it in every checkpoint",
     "checkpoint.load_adapter": "an adapter of PEFT trains on",
     "checkpoint.export_adapter_at_end": "an adapter is served beside its base",
     "checkpoint.export_hf_at_end": "the result is served or evaluated elsewhere",

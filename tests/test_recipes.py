@@ -16,7 +16,7 @@ from titan_moe.plan.resolved import Resolved
 RECIPES = Path(__file__).parents[1] / "recipes"
 RUNS = sorted(file for file in RECIPES.glob("*.toml"))
 SHAPES = sorted((RECIPES / "models").glob("*.toml"))
-RANKS = {"quickstart": 1, "deepseek_v3": 128, "qwen3_235b_a22b": 64}
+RANKS = {"quickstart": 1, "deepseek_v3": 128, "qwen3_235b_a22b": 64, "qwen3_30b_a3b_lora": 1}
 """Ranks that a recipe is written for; 8 where it says nothing else."""
 
 
@@ -61,6 +61,11 @@ def test_its_states_leave_room_on_an_h200(file: Path) -> None:
     assert ranks_of(file) > 8 or tokens_per_gpu in (4 * 4096, 8 * 4096, 12 * 4096), (
         "recipes for one host are comparable"
     )
+
+
+def test_adapters_of_a_model_of_30b_are_planned_for_80_gb() -> None:
+    """With its whole frozen base, on one rank."""
+    assert Resolved(load_recipe(RECIPES / "qwen3_30b_a3b_lora.toml"), 1).peak_bytes(1.0) / 2**30 < 76
 
 
 def test_the_bubble_that_the_recipe_of_a_pipeline_names() -> None:

@@ -13,7 +13,6 @@ from titan_moe.config import RecipeError
 __all__ = ["one_process", "tiny"]
 PATTERNS = '--optim.trainable=["*.router.*","layers.1.*norm.weight"]'
 TRAINED = {"layers.1.feed_forward.router.weight", "layers.1.attention_norm.weight", "layers.1.ffn_norm.weight"}
-SAVED = "/optimizer/state."
 
 
 def test_frozen_parameters_stay_and_have_no_moments(tiny) -> None:

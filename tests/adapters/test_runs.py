@@ -57,3 +57,22 @@ def test_a_run_ends_with_files_that_another_one_begins_with(tiny, tmp_path: Path
     assert from_files.train() == 0 and from_checkpoint.train() == 0
     assert from_files.trace == from_checkpoint.trace
     assert from_files.column("loss") != base.column("loss")
+
+
+def test_a_checkpoint_may_lack_the_base(tiny, tmp_path: Path) -> None:
+    """It has the adapter with its moments; a resume reads the base again, exactly."""
+    base = tiny("--train.steps=1")
+    assert base.train() == 0
+    words = *ADAPTER, f"--checkpoint.load_from={base.folder / 'checkpoints' / 'step-1'}", "--train.steps=4"
+    whole, light, part = tiny(*words), *(tiny("--checkpoint.saves_frozen=false", *words) for _ in range(2))
+    assert whole.train() == 0 and light.train("--checkpoint.every_steps=2") == 0
+    assert light.copy(part.folder, last_step=2).again() == 0
+    complete, resumed = whole.checkpoint(4), part.checkpoint(4)
+    assert {name for name in complete.keys() - resumed.keys() if "state." in name} == set()
+    assert "/embed.weight" not in resumed and "/layers.1.feed_forward.experts.gate_up_A" in resumed
+    for name, value in resumed.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, complete[name]), name
+    folder = str(light.folder / "checkpoints" / "step-4")
+    assert cli.main(["export", folder, str(tmp_path / "merged")]) == 2
+    assert cli.main(["generate", folder, "5 7"]) != 0

@@ -94,6 +94,10 @@ BROKEN = {
         "--model.adapter.rank=8 --parallel.expert_clones=auto",
         'parallel.expert_clones = "auto" has no adapters',
     ),
+    "frozen_weights_are_somewhere": (
+        "--model.adapter.rank=8 --checkpoint.saves_frozen=false",
+        'checkpoint.saves_frozen = false needs frozen weights, and checkpoint.load_from = "" with them',
+    ),
     "adapter_files_need_adapters": (
         "--checkpoint.load_adapter=adapters/mine",
         'checkpoint.load_adapter = "adapters/mine" and checkpoint.export_adapter_at_end = false need',

@@ -1,7 +1,7 @@
 """Save and resume a run with torch.distributed.checkpoint. The last complete checkpoint is never lost."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from titan_moe.checkpoint.hf_export import dtype_of, keep_source, left_out, sour
 from titan_moe.checkpoint.keep import kept_steps
 from titan_moe.checkpoint.manifest import Manifest
 from titan_moe.checkpoint.masters import MasterState
-from titan_moe.checkpoint.merged import factor_names
+from titan_moe.checkpoint.merged import factor_names, frozen_names
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.read import read_fitting, verified
 from titan_moe.checkpoint.rng import RngState
@@ -89,10 +89,13 @@ class Checkpointer:
                 logger.warning("removed %s: its save was interrupted", self.folders.path(step))
         device = next(parameter for part in model_parts for parameter in part.parameters()).device
         parts = [part for part in model_parts if part.state_dict()]  # a stage may be empty
+        self.model_state = MasterState(parts)
+        if not self.config.saves_frozen:
+            self.model_state.left_out = frozen_names(parts)
         self.manager = build_checkpoint_manager(
             self.folders.root,
             model_parts=parts,
-            model_state=MasterState(parts),
+            model_state=self.model_state,
             optimizers=optimizers,
             schedulers=schedulers,
             loader=loader,
@@ -126,8 +129,17 @@ class Checkpointer:
             manifest = verified(folder, f"restore it from a copy, {earlier}", self.group)
             way_out = f"restore the recipe that wrote it, {earlier}"
             run_on_rank_zero(lambda: self._compare_with(folder, manifest), self.group)
+            if not self.config.saves_frozen:
+                self._load_origin()
             self._read(folder, lambda: self.manager.load(step=steps[-1]), way_out)
             return True
+        self._load_origin()
+        if self.config.load_adapter:
+            load_adapter(self.model_parts, self.config.load_adapter, self._source)
+        return bool(self.config.load_from or self.config.load_adapter)
+
+    def _load_origin(self) -> None:
+        """Load the weights of `checkpoint.load_from`."""
         if self.config.load_from.startswith(HUGGING_FACE):
             folder = self._hugging_face_folder()
             skipped = load_hf(self.model_parts, folder, self.config.load_without)
@@ -139,12 +151,10 @@ class Checkpointer:
             run_on_rank_zero(lambda: self._compare_model_with(folder, manifest), self.group)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
             absent = factor_names(self.model_parts) - run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), self.group)
-            self._read(folder, lambda: self._load_weights(folder, absent), way_out, absent)
+            weights = {name: value for name, value in self.model_state.whole().items() if name not in absent}
+            self._read(folder, lambda: self.manager.dcp_load(weights, str(folder)), way_out, weights)
             if origin := source_of(folder):
                 self._keep_source(origin, left_out(origin))
-        if self.config.load_adapter:
-            load_adapter(self.model_parts, self.config.load_adapter, self._source)
-        return bool(self.config.load_from or self.config.load_adapter)
 
     def save(
         self, step: int, is_last: bool = False, num_skipped: int = 0, validation_loss: float | None = None
@@ -227,11 +237,6 @@ class Checkpointer:
         self.folders.remove_incomplete()
         return step in self.folders.complete_steps()
 
-    def _load_weights(self, folder: Path, absent: Collection[str]) -> None:
-        state = self.manager.states[MODEL_KEY].state_dict()
-        weights = {name: value for name, value in state.items() if name not in absent}
-        self.manager.dcp_load(weights, str(folder))
-
     @cached_property
     def _data(self) -> str:
         return self.loader.fingerprint()
@@ -278,6 +283,9 @@ class Checkpointer:
             raise RecipeError(refused)
         if changes.logged:
             logger.warning("the recipe has changed since %s: %s", folder, "; ".join(changes.logged))
+        origin = manifest.recipe.get("checkpoint.load_from", "")
+        if not self.config.saves_frozen and origin != self.config.load_from:
+            logger.warning("frozen weights are read from %s, and were from %s", self.config.load_from, origin)
 
     def _compare_model_with(self, folder: Path, manifest: Manifest | None) -> None:
         """Log how `[model]` differs from that of a checkpoint of which only the weights are loaded."""
@@ -288,15 +296,16 @@ class Checkpointer:
         if changes:
             logger.warning("the model differs from that of %s: %s", folder, "; ".join(changes))
 
-    def _read(self, folder: Path, read: Callable[[], object], way_out: str, absent: Collection[str] = ()) -> None:
-        """Load with `read`, and fail if the checkpoint's weights have other names or shapes than the model's. Adapters
-        may be `absent`: a run begins with the base.
+    def _read(
+        self, folder: Path, read: Callable[[], object], way_out: str, own: Mapping[str, Any] | None = None
+    ) -> None:
+        """Load with `read`, and fail if the checkpoint's weights have other names or shapes than the model's, or than
+        those of it that are `own`: a run with adapters begins with the base.
 
         Raises: CheckpointMismatch, with one sentence for the failures that DCP collects from all ranks.
         """
         other_states = tuple(name for name in self.manager.states if name != MODEL_KEY)
-        state = self.manager.states[MODEL_KEY].state_dict()
-        own = {name: value for name, value in state.items() if name not in absent}
+        own = self.model_state.state_dict() if own is None else own
         read_fitting(folder, own, self.model_parts, read, way_out, self.group, other_states)
 
     def _require_checkpoint(self, folder: Path) -> None:

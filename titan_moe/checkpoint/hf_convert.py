@@ -247,7 +247,8 @@ def export_adapter(
     except ValueError as error:
         raise HuggingFaceError(checkpoint, [str(error)]) from error
     damage = [] if manifest is None else find_damage(checkpoint, list(manifest.files.items()))
-    if problems := [*_differences(saved, shapes), *damage]:
+    names = {name for each in factors.values() for name in (each.a, each.b)}
+    if problems := [*_differences(saved, {name: shapes[name] for name in names}), *damage]:
         raise HuggingFaceError(checkpoint, problems)
     source = str(manifest.recipe.get("checkpoint.load_from", "")) if manifest else ""
     base = source.removeprefix(HUGGING_FACE) if source.startswith(HUGGING_FACE) else ""

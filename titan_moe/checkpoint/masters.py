@@ -13,11 +13,19 @@ from titan_moe.titan.checkpoints import CurrentModelState
 
 
 class MasterState(CurrentModelState):
-    """The model's state, with fp32 numbers in host memory for split masters. On a GPU there may be no room for all of
-    them. A checkpoint is that of a run with fp32 masters, and each loads the other's, bit for bit."""
+    """The model's state, without the names of `left_out`, with fp32 numbers in host memory for split masters. On a GPU
+    there may be no room for all of them. A checkpoint is that of a run with fp32 masters, and each loads the other's,
+    bit for bit."""
+
+    left_out: frozenset[str] = frozenset()
+    """Frozen weights that another checkpoint has."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self.whole().items() if name not in self.left_out}
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
+        """The same with all names."""
         state = super().state_dict()
         for name, parameter, remainder in self._split():
             wide = parameter.detach().float()

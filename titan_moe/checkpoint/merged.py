@@ -17,6 +17,12 @@ def factor_names(parts: Iterable[nn.Module]) -> set[str]:
     return {name for part in parts for name, _, kind in named_kinds(part) if kind.is_factor}
 
 
+def frozen_names(parts: Iterable[nn.Module]) -> frozenset[str]:
+    """The names of parameters that do not train."""
+    named = (each for part in parts for each in part.named_parameters(remove_duplicate=False))
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+
 @torch.no_grad()
 def merged_chunks(part: nn.Module) -> dict[str, list[Chunk]]:
     """This rank's slices of the weights that have adapters, by name. Collective."""

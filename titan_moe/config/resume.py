@@ -70,6 +70,7 @@ CHANGES: dict[str, Change] = {
     "validation": LOGGED,
     "validation.every_steps": FREE,
     "checkpoint": FREE,
+    "checkpoint.saves_frozen": REFUSED,
     "metrics": FREE,
     "profile": FREE,
 }

@@ -258,6 +258,10 @@ class CheckpointConfig:
     load_without: tuple[str, ...] = ()
     """Parts of a Hugging Face checkpoint in `load_from` that are left out because they are not built here, such as
     `["mtp"]`; without this they are refused by name. Exports list them."""
+    saves_frozen: bool = True
+    """Save frozen weights too. With `false` a checkpoint has what trains, with its moments, and a resume reads the rest
+    from `load_from` again, which must not change. `titan-moe export --adapter` takes such a checkpoint; other commands
+    need a whole one."""
     load_adapter: str = ""
     """Folder with the files of a PEFT adapter, with which the adapters of a run begin whose folder has no checkpoint.
     Names, ranks and scales must be those of `model.adapter`."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, row, rule, rules_in
-from titan_moe.config.trainable import all_names, freezes_experts, unmatched
+from titan_moe.config.trainable import all_names, freezes_experts, trains_all, unmatched
 
 
 @rule("a pattern that matches nothing would train less than is meant", "optim.trainable")
@@ -24,6 +24,13 @@ clones_are_of_trained_experts = row(
         and freezes_experts(r)
     ),
     "{parallel.expert_clones} needs routed experts that {optim.trainable} trains",
+)
+
+frozen_weights_are_somewhere = row(
+    "a resume reads from there what checkpoints lack",
+    lambda r: not r.checkpoint.saves_frozen and (not r.checkpoint.load_from or trains_all(r.model, r.optim.trainable)),
+    "{checkpoint.saves_frozen} needs frozen weights, and {checkpoint.load_from} with them",
+    "checkpoint.saves_frozen",
 )
 
 TRAINABLE_RULES = rules_in(globals())

@@ -243,6 +243,9 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     elements = 0.0
     if "block" in again.layers and m.num_moe_layers and not has_arena:
         elements += _sizes(recipe, capacity_factor).slots * 2 * expert_hidden_size(recipe)
+    if rank := m.adapter.rank_of("experts"):  # composed: gathered rows and results of slots, activations, low products
+        of_slot = 2 * m.expert_width + expert_hidden_size(recipe) + 3 * rank
+        elements += _sizes(recipe, capacity_factor).slots * of_slot if m.num_moe_layers else 0
     if "norms" in again.layers:  # what reads it first in backward makes it, and the router reads it last
         elements += m.hidden_size * microbatch_tokens(recipe)
     if "block" in again.layers:
