@@ -188,7 +188,7 @@ class Beside:
             except subprocess.TimeoutExpired:
                 self.process.kill()
             code = self.process.wait() or -1
-        return code, self.process.communicate()[1]
+        return code, self.process.communicate(SECONDS_TO_CLOSE)[1]  # its ranks may hang, and write there too
 
     def assert_all_ran(self) -> None:
         """Wait for it: all passed or skipped themselves, and none was left out."""

@@ -90,6 +90,10 @@ BROKEN = {
         "--model.adapter.rank=8 --precision.format=fp8_rowwise --precision.compute=bf16",
         "needs experts in compute's dtype",
     ),
+    "clones_are_of_whole_experts": (
+        '--optim.trainable=["*.experts.down"] --parallel.expert_clones=auto',
+        'parallel.expert_clones = "auto" needs layers whose routed experts optim.trainable = ["*.experts.down"] trains',
+    ),
     "adapted_experts_have_no_clones": (
         "--model.adapter.rank=8 --parallel.expert_clones=auto",
         'parallel.expert_clones = "auto" has no adapters',

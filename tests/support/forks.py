@@ -83,6 +83,7 @@ class Forked:
         place = str(folder or Path.cwd())
         self.process = context().Process(target=_run, args=(script, words, environment, theirs, place))
         self.process.start()
+        LIVING.add(self)
         theirs.close()
         self.pid = self.process.pid or 0
         self.listener = threading.Thread(target=self._listen, daemon=True)
@@ -114,13 +115,24 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and that is not told yet
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+LIVING = weakref.WeakSet[Forked]()
+
+
+@atexit.register
+def _kill_all() -> None:
+    """Before multiprocessing waits for them, without a limit: those of a test that has failed."""
+    for process in list(LIVING):
+        process.kill()
 
 
 def _run(script: str, words: list[str], environment: dict[str, str], said: Connection, folder: str) -> NoReturn:

@@ -109,6 +109,18 @@ def freezes_experts(recipe: Recipe) -> bool:
     return not any(num_trained(row, recipe.model, recipe.optim.trainable) for row in rows)
 
 
+def divides_experts(recipe: Recipe) -> bool:
+    """Whether a layer trains some parameters of its routed experts, and others not."""
+    if trains_all(recipe.model, recipe.optim.trainable):
+        return False
+    passes = passes_of(recipe.model, recipe.optim.trainable)
+    shares: dict[int | None, set[float]] = {}
+    for row, layer in rows_in_order(recipe.model):
+        if row.region == "experts" and not row.is_adapter:
+            shares.setdefault(layer, set()).add(passes[row.path, layer].share)
+    return any(of_layer not in ({0.0}, {1.0}) for of_layer in shares.values())
+
+
 def unmatched(names: Iterable[str], patterns: Patterns) -> Iterator[str]:
     """What is wrong with patterns that match no parameter, each in words, with names that are near."""
     known = list(names)

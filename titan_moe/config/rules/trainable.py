@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, row, rule, rules_in
-from titan_moe.config.trainable import all_names, freezes_experts, trains_all, unmatched
+from titan_moe.config.trainable import all_names, divides_experts, freezes_experts, trains_all, unmatched
 
 
 @rule("a pattern that matches nothing would train less than is meant", "optim.trainable")
@@ -24,6 +24,12 @@ clones_are_of_trained_experts = row(
         and freezes_experts(r)
     ),
     "{parallel.expert_clones} needs routed experts that {optim.trainable} trains",
+)
+
+clones_are_of_whole_experts = row(
+    "clones have room behind weights that train, so those of a layer's experts all train, or none",
+    lambda r: not r.model.adapter.is_used and r.parallel.expert_clones != "off" and divides_experts(r),
+    "{parallel.expert_clones} needs layers whose routed experts {optim.trainable} trains as a whole, or not at all",
 )
 
 frozen_weights_are_somewhere = row(
