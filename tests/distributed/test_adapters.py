@@ -68,6 +68,16 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         one_loss.assert_same(trace, alone, 1e-9)
 
 
+def test_frozen_routers_balance_as_on_one_process(ranks) -> None:
+    """Their counts come from forward in blocks that run twice."""
+    runs = adapted(ParallelConfig(), micro_batch_sequences=4), adapted(EP2, memory=MemoryConfig("block"))
+    one, many = (replace(run, optim=replace(run.optim, trainable=())) for run in runs)
+    alone = one_loss.Trace(**ranks(1, one_loss.train, one, -1, 2)[0])
+    assert not any("router" in name for name in alone.grads)
+    for fields in ranks(2, one_loss.train, many, -1, 2):
+        one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
+
+
 @pytest.mark.few()
 def test_compiled_blocks_train_as_one_process(ranks, alone: Any) -> None:
     parallel = ParallelConfig(ep=2, dispatcher="allgather")

@@ -7,7 +7,7 @@ Physics: 2·R·r·(M·I + M·O) FLOPs beside 2·R·I·M·O of the weight: 3 % of
 frozen, so no gradient of theirs is computed. The reference is that of grouped_mm.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class AdaptedMLP:
             low = low_rank_product(x_RI, *next(factors), offsets_e, self.scale, self.gemm)
             return self.mlp.gemm(x_RI, own_eOI, clones_cOI, offsets_e) + low
 
-        return replace(self.mlp, gemm=gemm)(x_SD, slots, weights)
+        return self.mlp.with_gemm(gemm, x_SD, slots, weights)
 
     def __deepcopy__(self, memo: object) -> "AdaptedMLP":
         """A copied layer has the same MLP."""

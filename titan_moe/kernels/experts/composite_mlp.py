@@ -38,7 +38,11 @@ class CompositeMLP:
     activation: SwiGLU = PLAIN_SWIGLU
 
     def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
-        gemm, (rows_R, slots_SK, scores_R, offsets_e) = self.gemm, slots
+        return self.with_gemm(self.gemm, x_SD, slots, weights)
+
+    def with_gemm(self, gemm: GroupedGemm, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+        """The same with another GEMM, which is called for gate and up first, and then for down."""
+        rows_R, slots_SK, scores_R, offsets_e = slots
         x_RD = gather_rows(x_SD, rows_R, slots_SK)
         if self.weighs_input:
             x_RD, scores_R = (x_RD * scores_R[:, None]).to(x_RD.dtype), torch.ones_like(scores_R)
