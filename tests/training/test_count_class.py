@@ -9,6 +9,7 @@ import torch
 from titan_moe.config import load_recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS
 from titan_moe.models.transformer import Transformer
+from titan_moe.plan.cost.count import training_flops_per_token
 from titan_moe.training.count_class import count_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -38,3 +39,17 @@ def test_counts_are_those_published(name: str, num_layers: int, total: float, ac
     whole = [two + (num_layers - 2) * (three - two) for two, three in zip(by_depth[2], by_depth[3], strict=True)]
     assert whole[:2] == [pytest.approx(total, abs=5e-3), pytest.approx(active, abs=5e-3)]
     assert whole[2] == pytest.approx(gflop, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "patterns", [("layers.1.attention.qkv.weight", "layers.1.*.router.weight"), ("layers.0.attention.out.weight",)]
+)
+def test_frozen_weights_have_fewer_flops(patterns: tuple[str, ...]) -> None:
+    """A step on the meta device computes as many as the table counts, whose modules have widths of their own."""
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--model.num_layers=2", "--train.seq_len_tokens=512"])
+    own = replace(recipe.model, class_="mine:Model")
+    with torch.device("meta"):
+        built = Transformer(recipe.model, kernels=DEFAULT_KERNELS)
+    counts = count_model(replace(recipe, model=own, optim=replace(recipe.optim, trainable=patterns)), lambda: built)
+    assert counts.flops_per_token == pytest.approx(training_flops_per_token(recipe.model, 512, patterns), rel=1e-3)
+    assert counts.flops_per_token < 0.9 * training_flops_per_token(recipe.model, 512)

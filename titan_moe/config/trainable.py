@@ -51,7 +51,7 @@ def passes_of(
     model: ModelConfig, patterns: Patterns, *, follows: bool = False
 ) -> Mapping[tuple[str, int | None], Passes]:
     """What backward computes of each module, by path and layer. `follows` says that a stage before the model's modules
-    wants the gradient of their input."""
+    wants the gradient of their input. What follows a router is as if its rows had gradients too."""
     result: dict[tuple[str, int | None], Passes] = {}
     exact, wild = _apart(patterns)
     for row, layer in rows_in_order(model):

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
+from titan_moe.adapters.frozen import freeze
 from titan_moe.config import Recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS
 from titan_moe.config.model import ModelConfig
@@ -61,6 +62,8 @@ def count_model(recipe: Recipe, build: Callable[[], nn.Module]) -> ModelCounts:
     if not isinstance(model, nn.Module):
         return ModelCounts(0, None, None, "it makes no nn.Module")
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters:
+        freeze(model, recipe.optim.trainable, next(model.parameters()).dtype)
     active = _active(model, recipe.model, parameters)
     if (hook := getattr(model, FLOPS_HOOK, None)) is not None:
         return ModelCounts(parameters, active, float(hook(num_tokens)))
