@@ -194,7 +194,7 @@ sequence_parallel_degree                parallel.cp
 val_set_size                            data.holdout_fraction
 saves_per_epoch                         checkpoint.every_steps
 base_model                              no field
-wandb_project                           no field
+wandb_project                           metrics.wandb_project
 train_batch_size                        train.global_batch_sequences
 train_micro_batch_size_per_gpu          train.micro_batch_sequences
 gradient_clipping                       optim.max_grad_norm
@@ -237,7 +237,7 @@ TABLES_OF_OTHERS = {
     "zero_optimization": "did you mean parallel?",
     "model.router": "did you mean model.moe?",
     "model.attn": "did you mean model.attention?",
-    "wandb": "there is no field for it: metrics are in metrics.jsonl",
+    "wandb": "did you mean metrics?",
     "model.layers": "titan-moe check --explain model lists",
     "lora": "did you mean model.adapter?",
 }

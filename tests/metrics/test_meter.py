@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
@@ -17,8 +18,8 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.config.schema import Table
 from titan_moe.config.train import MetricsConfig, TrainConfig, ValidationConfig
+from titan_moe.metrics.load_image import CELL_PIXELS, LEFT, TOP, WHITE_LOAD
 from titan_moe.metrics.meter import Meter
-from titan_moe.metrics.tensorboard import CELL_PIXELS, WHITE_LOAD
 
 FIELDS = {
     "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
@@ -192,11 +193,11 @@ def test_meter_draws_loads_now_and_then(tmp_path):
     meter.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    images = events.Images("expert_load")
+    images = events.Images("moe/loads")
     assert [image.step for image in images] == [1, 11, 21]
     pixels = np.array(Image.open(io.BytesIO(images[0].encoded_image_string)).convert("L"))
-    assert pixels.shape == (2 * CELL_PIXELS, 2 * CELL_PIXELS)
-    cells = pixels[::CELL_PIXELS, ::CELL_PIXELS] * WHITE_LOAD / 255
+    end = 2 * CELL_PIXELS
+    cells = pixels[TOP : TOP + end : CELL_PIXELS, LEFT : LEFT + end : CELL_PIXELS] * WHITE_LOAD / 255
     assert cells == pytest.approx(np.array([[0.5, 1.5], [1.0, 1.0]]), abs=0.01)
 
 
@@ -222,14 +223,19 @@ def test_meter_writes_tensorboard_scalars(tmp_path):
     meter.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    tags = set(events.Tags()["scalars"])
-    assert tags == FIELDS - {"step", "mfu", "expert_load", "idle_experts"} | {
-        "validation_loss",
-        "idle_experts/sum",
-        "idle_experts/max",
-        "expert_load/layers.1.moe",
-        "expert_load/layers.2.moe",
-    }
+    tags = sorted(events.Tags()["scalars"])
+    assert tags[0] == "loss" and tags[-1] == "validation_loss", "sections are sorted"
+    assert {tag.rpartition("/")[2] for tag in tags} == FIELDS - {"step", "mfu", "expert_load", "idle_experts"} | {
+        "validation_loss", "sum", "max", "layers.1.moe", "layers.2.moe"
+    }  # fmt: skip
+    of_experts = {tag for tag in tags if tag.startswith("moe/")}
+    assert of_experts == {
+        "moe/aux_loss", "moe/idle_experts/sum", "moe/idle_experts/max", "moe/expert_load/layers.1.moe",
+        "moe/expert_load/layers.2.moe",
+    }  # fmt: skip
+    start = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    settings = HParamsPluginData.FromString(start).session_start_info.hparams
+    assert settings["optim.lr"].number_value == 3e-4 and settings["optim.kind"].string_value == "adamw"
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (4, 6.0)]
 
 

@@ -121,7 +121,7 @@ def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = 
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     fields |= _tokenizer(found, fields) | {"checkpoint.load_from": f"{HUGGING_FACE * found.is_hf}{found.folder}"}
     fields["validation.every_steps"] = 0
-    fields |= {"run.folder": str(_folder_for_data(found)), "metrics.tensorboard": False}
+    fields |= {"run.folder": str(_folder_for_data(found)), "metrics.tensorboard": False, "metrics.wandb": False}
     recipe = recipe_of(fields, str(found.folder), overrides)
     if recipe.precision.compute != "bf16" or any(word.startswith("--precision.master") for word in overrides):
         return recipe

@@ -246,6 +246,8 @@ SPELLINGS = {
     "checkpoint.load_from (to resume keep run.folder)": "load load_path load_checkpoint_path",
     "metrics.every_steps": "log_interval logging_steps log_freq log_every_n_steps steps_per_print log_every",
     "metrics.tensorboard": "enable_tensorboard use_tensorboard report_to tensorboard_dir",
+    "metrics.wandb": "enable_wandb use_wandb",
+    "metrics.wandb_name": "wandb_run_name",
     "metrics.progress_bar (the opposite value)": "disable_tqdm",
     "profile.start_step": "profile_step_start enable_profiling use_pytorch_profiler profile_freq",
     "profile.num_steps": "profiler_active",
@@ -281,7 +283,7 @@ SECTIONS_ELSEWHERE = {
         "data": "dataset datasets dataloader tokenizer packed_sequence",
         "validation": "eval evaluation validation_dataset validation_dataloader",
         "checkpoint": "checkpointing ckpt save",
-        "metrics": "logging logger tensorboard",
+        "metrics": "logging logger tensorboard wandb",
         "profile": "profiling profiler",
         "compile": "torch_compile cuda_graph",
     }.items()
@@ -328,8 +330,8 @@ ABSENT = {
     "calculate_per_token_loss neftune_noise_alpha eod_mask_loss",
     "validation has the microbatches of training, train.micro_batch_sequences": "per_device_eval_batch_size "
     "eval_batch_size",
-    "metrics are in metrics.jsonl and TensorBoard, both in run.folder": "enable_wandb use_wandb wandb wandb_project "
-    "wandb_entity wandb_run_name wandb_name wandb_mode use_mlflow comet",
+    "metrics are in metrics.jsonl and TensorBoard, both in run.folder, and in Weights & Biases": "use_mlflow comet",
+    "the environment variables of Weights & Biases hold: WANDB_ENTITY, WANDB_MODE": "wandb_entity wandb_mode",
     "the number of ranks is that of the command line: --nproc N, or torchrun": "world_size num_nodes nnodes num_gpus "
     "nproc_per_node gpus devices local_rank n_gpus",
     "a run that gets SIGTERM saves, and goes on when it is started again": "exit_duration_in_mins exit_interval "

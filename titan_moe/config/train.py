@@ -283,7 +283,15 @@ class MetricsConfig:
     """Steps between log lines. On other steps, metrics read nothing from the device."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder, with an image of the expert loads (a row for each layer, white
-    from 4 times the mean) at every tenth logged step."""
+    from 4 times the mean) at every tenth logged step, and the most important settings of the run (HParams)."""
+    wandb: bool = False
+    """Write the same to Weights & Biases, with the package wandb (`pip install wandb`). A resumed run goes on in the
+    same run there. A failure of it is a warning. Its environment variables hold: WANDB_MODE=offline needs no network,
+    WANDB_ENTITY is the team. RUN/wandb has the names of host and user."""
+    wandb_project: str = "titan_moe"
+    """The project there."""
+    wandb_name: str = ""
+    """The name of the run there; empty for that of its folder."""
     progress_bar: bool = True
     """Show a progress bar on rank 0 if standard error is a terminal."""
     sample_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Write one record per logged step to the outputs of `[metrics]`: console, JSON lines, TensorBoard."""
+"""Write one record per logged step to the outputs of `[metrics]`: console, JSON lines, TensorBoard, W&B."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +15,17 @@ from titan_moe.metrics.console import Console, format_start
 from titan_moe.metrics.experts import expert_loads, idle_experts, load_map, overload_factors, read_scalars, read_values
 from titan_moe.metrics.explosion import ExplosionWarning
 from titan_moe.metrics.jsonl import JsonLines
+from titan_moe.metrics.load_image import draw_loads
+from titan_moe.metrics.settings import important_settings
 from titan_moe.metrics.table import record_of
 from titan_moe.metrics.tensorboard import TensorBoard
 from titan_moe.metrics.throughput import Throughput
+from titan_moe.metrics.weights_and_biases import WeightsAndBiases
 
 logger = logging.getLogger("titan_moe")
 
 LOGGED_STEPS_PER_IMAGE = 10
-"""Logged steps for each image of the loads in TensorBoard; the first one has one."""
+"""Logged steps for each image of the loads; the first one has one."""
 
 
 class Meter:
@@ -61,7 +64,7 @@ class Meter:
         self.collapse = CollapseWarning(recipe.model.moe)
         self.explosion = ExplosionWarning(recipe.model.vocab_size)
         self.jsonl: JsonLines | None = None
-        self.tensorboard: TensorBoard | None = None
+        self.charts: list[TensorBoard | WeightsAndBiases] = []
         self.console: Console | None = None
 
     def start(self, step: int, tokens_seen: int) -> None:
@@ -138,10 +141,10 @@ class Meter:
 
     def close(self) -> None:
         """Flush and close every output."""
-        for output in (self.tensorboard, self.console):
+        for output in (*self.charts, self.console):
             if output is not None:
                 output.close()
-        self.tensorboard = self.console = None
+        self.charts, self.console = [], None
 
     def _open_outputs(self, step: int) -> None:
         self.close()
@@ -149,7 +152,9 @@ class Meter:
         self.jsonl = JsonLines(self.run_folder / "metrics.jsonl")
         self.jsonl.drop_after(step)
         if self.recipe.metrics.tensorboard:
-            self.tensorboard = TensorBoard(self.run_folder / "tensorboard", step)
+            self.charts.append(TensorBoard(self.run_folder / "tensorboard", step, important_settings(self.recipe)))
+        if self.recipe.metrics.wandb:
+            self.charts.append(WeightsAndBiases(self.recipe, self.run_folder))
         unit = "GPU" if self.device.type == "cuda" else "process"
         self.console = Console(self.recipe.train.steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
 
@@ -165,13 +170,20 @@ class Meter:
                 logger.warning("%s counts no tokens: its router does not pass its routing to `self.balance`", layer)
         self.collapse.see(record["step"], record["expert_load"])
         has_one_width = len({len(count_E) for count_E in counts.values()}) == 1
-        if self.tensorboard is not None and has_one_width and self.num_logged % LOGGED_STEPS_PER_IMAGE == 0:
-            self.tensorboard.write_loads(load_map(counts), record["step"])
+        if self.charts and has_one_width and self.num_logged % LOGGED_STEPS_PER_IMAGE == 0:
+            image_HW = draw_loads(load_map(counts), [_layer_of(name) for name in counts])
+            for output in self.charts:
+                output.write_loads(image_HW, record["step"])
 
     def _write(self, record: dict[str, Any]) -> None:
-        for output in (self.jsonl, self.tensorboard, self.console):
+        for output in (self.jsonl, *self.charts, self.console):
             if output is not None:
                 output.write(record)
+
+
+def _layer_of(name: str) -> str:
+    """The number of a layer, from the name of its MoE module, such as `layers.1.feed_forward`."""
+    return next((word for word in name.split(".") if word.isdecimal()), name)
 
 
 def routing_record(tokens_per_expert: dict[str, Tensor], ep: int) -> dict[str, Any]:

@@ -1,46 +1,39 @@
 """TensorBoard output of the records."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
-WHITE_LOAD = 4.0
-"""Load of a white cell. Black is an idle expert, a quarter of white is balanced."""
-CELL_PIXELS = 8
+from titan_moe.metrics.sections import LOADS, charted
+
+SHOWN_RESULTS = ("loss", "validation_loss")
+"""Charts whose last values the list of runs shows beside their settings."""
 
 
 class TensorBoard:
-    """Write every number of a record as a scalar. Members of nested records are named `name/member`. TensorBoard hides
-    scalars that an interrupted run wrote for steps after `step`."""
+    """Write every number of a record as a chart. TensorBoard hides those that an interrupted run wrote for steps after
+    `step`."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, settings: Mapping[str, str | float]) -> None:
+        """`settings` tell a run apart in the list of runs (HParams)."""
         self.writer = SummaryWriter(str(folder), max_queue=1000, purge_step=step + 1)
+        experiment, start, _ = hparams(dict(settings), dict.fromkeys(SHOWN_RESULTS))
+        for summary in (experiment, start):
+            self.writer.file_writer.add_summary(summary)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add the numbers of a record at its step. Other values (None, strings, booleans) are skipped."""
-        for name, value in _scalars(record).items():
-            self.writer.add_scalar(name, value, record["step"])
+        """Add the numbers of a record at its step."""
+        for chart, value in charted(record).items():
+            self.writer.add_scalar(chart, value, record["step"])
 
-    def write_loads(self, loads_LE: Tensor, step: int) -> None:
-        """Add the loads of experts as an image: a row for each layer, a column for each expert."""
-        gray_HW = (loads_LE.clamp(max=WHITE_LOAD) * (255 / WHITE_LOAD)).round().to(torch.uint8)
-        for dim in (0, 1):
-            gray_HW = gray_HW.repeat_interleave(CELL_PIXELS, dim)
-        self.writer.add_image("expert_load", gray_HW, step, dataformats="HW")
+    def write_loads(self, image_HW: np.ndarray, step: int) -> None:
+        """Add the image of the loads of experts: uint8 [H, W], gray."""
+        self.writer.add_image(LOADS, image_HW, step, dataformats="HW")
 
     def close(self) -> None:
         """Flush and close the file."""
         self.writer.close()
-
-
-def _scalars(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    scalars: dict[str, float] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            scalars |= _scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and name != "step":
-            scalars[prefix + name] = value
-    return scalars

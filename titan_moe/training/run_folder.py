@@ -17,7 +17,16 @@ from titan_moe.metrics.whole_file import write_whole
 
 logger = logging.getLogger("titan_moe")
 
-RECORDS = ("environment.json", "tensorboard", "traces", "hangs", "metrics.dropped.jsonl", "metrics.jsonl")
+RECORDS = (
+    "environment.json",
+    "tensorboard",
+    "wandb",
+    "wandb_id",
+    "traces",
+    "hangs",
+    "metrics.dropped.jsonl",
+    "metrics.jsonl",
+)
 """The metrics are moved last: after an interrupted move they are still found."""
 
 

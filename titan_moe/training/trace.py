@@ -90,7 +90,9 @@ def shortened(recipe: Recipe) -> Recipe:
         validation=replace(recipe.validation, every_steps=0),
         checkpoint=replace(recipe.checkpoint, every_steps=0, save_last_step=False),
         profile=replace(recipe.profile, start_step=recipe.profile.start_step or 1),  # so that the model has regions
-        metrics=replace(recipe.metrics, every_steps=steps, tensorboard=False, progress_bar=False, sample_tokens=0),
+        metrics=replace(
+            recipe.metrics, every_steps=steps, tensorboard=False, wandb=False, progress_bar=False, sample_tokens=0
+        ),
     )
 
 

@@ -28,6 +28,7 @@ from titan_moe.data.loader import Loader, check_batch, open_data
 from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.meter import Meter
+from titan_moe.metrics.weights_and_biases import require_wandb
 from titan_moe.profile.trace import StepTracer, Tracer
 from titan_moe.run.device import is_first_of_node
 from titan_moe.run.failure import EXIT_FAILED, record_failure
@@ -69,6 +70,8 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
         with ExitStack() as lock, attention_backend(recipe.perf.attention):
             run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))
             lock.enter_context(writable_folders(recipe))
+            if recipe.metrics.wandb:
+                run_on_rank_zero(require_wandb)
             exit_code = Trainer(recipe, device, watchdog, tracer).train()
             wait_for_all_ranks(device)
     if exit_code:
