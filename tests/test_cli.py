@@ -169,6 +169,23 @@ def test_check_blames_the_command_line_for_its_values(capsys: pytest.CaptureFixt
     assert "  command line: optim.lr = nan must be finite and above 0" in capsys.readouterr().err
 
 
+def test_compare_prints_a_table_and_writes_a_page(tmp_path: Path) -> None:
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    done = run_cli("compare", str(run), "--html", str(page))
+    assert done.returncode == 0 and "| loss  | 2.0000 |" in done.stdout, done.stderr
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_compare_names_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.toml").write_text("")
+    assert cli.main(["compare", str(tmp_path), str(tmp_path / "none")]) == 2
+    assert f"{tmp_path / 'none'} does not exist" in capsys.readouterr().err
+    assert cli.main(["compare", str(tmp_path), f"--html={tmp_path}"]) == 2
+    assert f"--html {tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
+
+
 def test_check_ignores_a_closed_pipe() -> None:
     command = f"{sys.executable} -m titan_moe check --explain model | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)

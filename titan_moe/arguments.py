@@ -101,6 +101,12 @@ def _add_uses(verbs: Any, nproc: str) -> None:
     of_ours = "checkpoints, or runs, of which the newest is meant"
     verb.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=of_ours)
     verb.add_argument("out", metavar="OUT", help="a new folder, for checkpoint.load_from and export")
+    purpose = "compare runs: a table of their records and of the fields in which their recipes differ"
+    verb = verbs.add_parser("compare", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+    verb.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or its metrics.jsonl")
+    after = "speeds and loads are of the steps after this one; default: 20, or half of a shorter run"
+    verb.add_argument("--after", type=int, metavar="STEP", help=after)
+    verb.add_argument("--html", metavar="FILE", help="also write a page with curves: one file, without a network")
 
 
 class _ShowVersion(argparse.Action):

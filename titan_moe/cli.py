@@ -1,5 +1,5 @@
 """The command line: `titan-moe train`, `trace`, `check`, `recipe`, `import`, `export`, `generate`, `evaluate`,
-`average`.
+`average`, `compare`.
 
 Refuses invalid recipes before it imports torch.
 """
@@ -23,6 +23,7 @@ from titan_moe.entry import (
     average,
     check,
     check_sampling,
+    compare,
     evaluate,
     export_adapter,
     export_hf,
@@ -104,6 +105,10 @@ def _command(argv: Sequence[str]) -> int:
             return 0
         if args.verb == "average":
             _convert_here(args)
+            return 0
+        if args.verb == "compare":
+            with _closed_pipe_ignored():
+                print(compare(args.runs, args.after, args.html))
             return 0
         if args.verb in ("import", "export"):
             return _convert(args)

@@ -1,4 +1,4 @@
-"""What the commands do, from Python: train, check, import, export, average."""
+"""What the commands do, from Python: train, check, import, export, average, compare."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -115,6 +115,23 @@ def average(checkpoints: Sequence[str | Path], out: str | Path) -> None:
     folders, mean = [find_checkpoint(path).folder for path in checkpoints], Path(out).expanduser()
     with hf_export.converting(mean):
         averaging.average(folders, _shapes(hf_convert.model_of(folders[0])), mean)
+
+
+def compare(runs: Sequence[str | Path], after: int | None = None, html: str | Path | None = None) -> str:
+    """Compare runs: a table in Markdown, and a page with curves if `html` names its file. Does not import torch.
+
+    Raises: RecipeError that names folders without a run, and runs without a step after `after`.
+    """
+    from titan_moe.metrics import comparison, curve_page, run_records
+
+    found = run_records.read_runs([Path(run).expanduser() for run in runs])
+    rows = comparison.compare(found, after)
+    if html is not None:
+        try:
+            Path(html).expanduser().write_text(curve_page.render(found, rows), encoding="utf-8")
+        except OSError as error:
+            raise RecipeError([f"--html {html} cannot be written: {error.strerror}"]) from error
+    return comparison.in_markdown(rows)
 
 
 def recipe_of_use(source: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
