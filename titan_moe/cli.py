@@ -39,6 +39,7 @@ from titan_moe.run.end_process import end_soon
 from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
 from titan_moe.run.parent_death import die_with_parent
 from titan_moe.run.start import imports_frozen, set_up_logging, set_variables_of_torch
+from titan_moe.run.terminal import complain
 
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_DELAY_S = 3.0
@@ -124,7 +125,7 @@ def _command(argv: Sequence[str]) -> int:
         _print_problems(error.problems)
         return EXIT_BAD_RECIPE
     except KeyboardInterrupt:
-        print("titan-moe: interrupted", file=sys.stderr)
+        complain("interrupted")
         return EXIT_INTERRUPTED
 
 
@@ -172,7 +173,7 @@ def _convert_here(args: argparse.Namespace) -> None:
     else:
         skipped = import_hf(args.folder, args.checkpoint, args.skip)
     for part, names in skipped.items() if os.environ.get("RANK", "0") == "0" else ():
-        print(f"left out, because {part} is not built here: {len(names)} tensors from {names[0]} on")
+        print(f"left out, because {part} is not built here: {len(names)} tensors from {names[0]} on", file=sys.stderr)
 
 
 @contextmanager
@@ -258,7 +259,7 @@ def _launch_or_call(recipe: Recipe, world_size: int, argv: list[str], run: Calla
     except BaseException as error:  # not every error of torch.distributed.checkpoint is an Exception
         record_failure(error, recipe.run.folder)
         if words := plain_words(error, recipe.run.folder):
-            print(f"titan-moe: {words}", file=sys.stderr)
+            complain(words)
             return EXIT_FAILED
         raise
     return 0
@@ -271,4 +272,4 @@ def _print_problems(problems: list[str]) -> None:
         if first_rank_has_refused():  # it ends slowly
             return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    print("\n".join([f"titan-moe: {count}", *(f"  {problem}" for problem in problems)]), file=sys.stderr)
+    complain("\n".join([count, *(f"  {problem}" for problem in problems)]))

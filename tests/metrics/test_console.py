@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from titan_moe.metrics.console import Console, format_line, format_start
+from titan_moe.metrics.console import Console, TimeLeft, format_start, line_words
 
 RECORD = {
     "step": 20,
@@ -29,9 +29,13 @@ RECORD = {
 }
 
 
+def format_line(record, total_steps, unit):
+    return "  ".join(line_words(record, total_steps, unit))
+
+
 def test_console_line():
     assert format_line(RECORD, 1000, "GPU") == (
-        "step   20/1000  loss 2.3457  aux 1.20e-02  norm 1.500  lr 3.00e-04  12,346 tokens/s/GPU  284 TFLOP/s  "
+        "step   20/1000    2%  loss 2.3457  aux 1.20e-02  norm 1.500  lr 3.00e-04  12,346 tokens/s/GPU  284 TFLOP/s  "
         "MFU 28.7%  91.23 GiB  654 ms  expert load 2.25"
     )
 
@@ -66,12 +70,45 @@ def test_console_line_warns_of_a_forced_load():
 
 
 def test_console_validation_line():
-    assert format_line({"step": 5, "validation_loss": 1.25}, 10, "GPU") == "step  5/10  validation loss 1.2500"
+    assert format_line({"step": 5, "validation_loss": 1.25}, 10, "GPU") == "step  5/10   50%  validation loss 1.2500"
+
+
+def test_console_line_has_the_time_left() -> None:
+    assert line_words(RECORD, 1000, "GPU", "1:02:03 left")[0] == "step   20/1000    2%, 1:02:03 left"
+    left = TimeLeft(100)
+    assert left.after(1, 50.0) == "", "the first step compiles"
+    assert [left.after(step, 50.0 + 2 * step) for step in (11, 99, 100)] == ["0:03:16 left", "0:00:02 left", ""]
 
 
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def test_console_has_colours_on_a_terminal_alone(monkeypatch):
+    for stream, variables, has_colours in (
+        (Terminal(), {}, True),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {}, False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            console = Console(10, 4, "GPU", has_bar=False)
+            console.write(RECORD | {"skipped_steps": 2})
+            console.write(RECORD)
+        first, second = stream.getvalue().splitlines()
+        assert ("\x1b" in first) == has_colours
+        if has_colours:
+            assert "  \x1b[1mloss 2.3457\x1b[0m  aux 1" in first and "\x1b[33mSKIPPED 2 steps" in first
 
 
 def test_console_bar_only_on_a_terminal(monkeypatch, capsys):
@@ -88,6 +125,18 @@ def test_console_bar_only_on_a_terminal(monkeypatch, capsys):
         console.close()
         assert capsys.readouterr().out == format_line(RECORD, 10, "GPU") + "\n"
     assert "5/10" in stream.getvalue() and "loss 2.346" in stream.getvalue()
+
+
+def test_console_has_no_bar_beside_a_pipe_or_on_a_dumb_terminal(monkeypatch):
+    """What reads the pipe, such as `tee`, writes to the same terminal."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert Console(10, 4, "GPU", has_bar=True).bar is None
+    os.close(reader)
+    monkeypatch.setenv("TERM", "dumb")
+    assert Console(10, 4, "GPU", has_bar=True).bar is None
 
 
 @pytest.mark.slow

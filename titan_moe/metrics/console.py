@@ -2,14 +2,22 @@
 
 import logging
 import os
+import stat
 import sys
-from typing import Any
+import time
+from datetime import timedelta
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from titan_moe.metrics.table import words_of
+from titan_moe.run.terminal import is_terminal, painted
 
 logger = logging.getLogger("titan_moe")
+
+
+COLOURS = {"loss ": "bold", "validation loss ": "green", "SKIPPED ": "yellow", "FORCED LOAD": "yellow"}
+"""The start of what a line says -> its colour on a terminal."""
 
 
 class Console:
@@ -21,8 +29,10 @@ class Console:
     def __init__(self, total_steps: int, first_step: int, unit: str, *, has_bar: bool) -> None:
         self.total_steps = total_steps
         self.unit = unit
-        is_shown = has_bar and sys.stderr.isatty()
-        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr) if is_shown else None
+        self.time_left = TimeLeft(total_steps)
+        is_shown = has_bar and is_terminal(sys.stderr) and not _is_pipe(sys.stdout)  # `| tee` would write into the bar
+        options: dict[str, Any] = {"total": total_steps, "initial": first_step, "unit": "step", "dynamic_ncols": True}
+        self.bar = tqdm(file=sys.stderr, **options) if is_shown else None
 
     def advance(self) -> None:
         """Advance the bar by one step."""
@@ -44,7 +54,8 @@ class Console:
             self.bar.close()
 
     def _print(self, record: dict[str, Any]) -> None:
-        line = format_line(record, self.total_steps, self.unit)
+        left = self.time_left.after(record["step"], time.monotonic()) if "loss" in record else ""
+        line = "  ".join(map(_painted, line_words(record, self.total_steps, self.unit, left)))
         if self.bar is None:
             print(line, flush=True)
         else:
@@ -54,9 +65,44 @@ class Console:
                 self.bar.set_postfix_str(format_postfix(record, self.unit))
 
 
-def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
-    """Format a record as one line, without numbers that are zero or unknown."""
-    return "  ".join([f"step {record['step']:>{len(str(total_steps))}}/{total_steps}", *words_of(record, unit)])
+class TimeLeft:
+    """Estimate how long a run goes on, with its validations and saves, from its speed since the first logged step of
+    this process. The first steps compile."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.first: tuple[int, float] | None = None
+
+    def after(self, step: int, now_s: float) -> str:
+        """Take the time of a logged step. Returns words, empty while nothing is known and at the end."""
+        if self.first is None:
+            self.first = step, now_s
+        first_step, start_s = self.first
+        if step == first_step or step >= self.total_steps:
+            return ""
+        left = timedelta(seconds=round((now_s - start_s) / (step - first_step) * (self.total_steps - step)))
+        return f"{left} left"
+
+
+def line_words(record: dict[str, Any], total_steps: int, unit: str, left: str = "") -> list[str]:
+    """What a line says: the step, the share that is done and the time that is `left`, then the numbers of a record,
+    without those that are zero or unknown."""
+    step = record["step"]
+    done = f"{100 * step // total_steps:>3}%" + (f", {left}" if left else "")
+    return [f"step {step:>{len(str(total_steps))}}/{total_steps}  {done}", *words_of(record, unit)]
+
+
+def _painted(words: str) -> str:
+    colour = next((colour for start, colour in COLOURS.items() if words.startswith(start)), "")
+    return painted(words, colour, sys.stdout) if colour else words
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    """Whether a stream goes to another process; not where it is a stand-in for a file."""
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def format_start(record: dict[str, Any], num_experts: int) -> str:

@@ -8,6 +8,8 @@ import threading
 import time
 from threading import Thread
 
+from titan_moe.run.terminal import complain
+
 PATIENCE_S = 10.0
 TICK_S = 0.1
 
@@ -34,7 +36,7 @@ def _end(exit_code: int, patience_s: float) -> None:
         time.sleep(TICK_S)
     threads = ", ".join(f"{thread.name} at {_place(thread)}" for thread in _left())
     message = f"after the end of the command these threads went on for {patience_s:g} seconds: {threads}"
-    print(f"titan-moe: {message}; the process ends without them (a daemon thread ends by itself)", file=sys.stderr)
+    complain(f"{message}; the process ends without them (a daemon thread ends by itself)")
     at_exit = Thread(target=atexit._run_exitfuncs, daemon=True)  # in a thread: one of them may wait for those above
     at_exit.start()
     at_exit.join(patience_s)

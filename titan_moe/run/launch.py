@@ -21,6 +21,7 @@ from torch.distributed.run import main as torchrun
 from titan_moe.run.failure import EXIT_BAD_RECIPE, Failure, recorded_failures
 from titan_moe.run.parent_death import LAUNCHER_PID
 from titan_moe.run.process import EXIT_BY_SIGNAL
+from titan_moe.run.terminal import complain
 
 STRAGGLERS_S = 1.0
 """Between two looks at which ranks are left."""
@@ -80,7 +81,7 @@ def _kill_stragglers(num_ranks: int, limit_s: float, logs: Path, have_ended: Eve
             last_full = time.monotonic()
         elif time.monotonic() - last_full > limit_s:
             message = f"{len(ranks)} of {num_ranks} ranks have not ended {limit_s:g} seconds after another; killed"
-            print(f"titan-moe: {message}", file=sys.stderr, flush=True)
+            complain(message)
             for pid in ranks:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -108,16 +109,16 @@ def _report(error: ChildFailedError, logs: Path) -> int:
     recorded = {failure.rank for failure in failures}
     for rank, ended in error.failures.items():
         if ended.exitcode > 0 and ended.exitcode != EXIT_BY_SIGNAL + signal.SIGINT and rank not in recorded:
-            print(f"titan-moe: rank {rank} has ended itself with exit code {ended.exitcode}", file=sys.stderr)
+            complain(f"rank {rank} has ended itself with exit code {ended.exitcode}")
             return ended.exitcode
         if ended.exitcode < 0 and not _is_ended_by_torchrun(ended, failures):
-            print(f"titan-moe: rank {rank} was ended by {signal.Signals(-ended.exitcode).name}", file=sys.stderr)
+            complain(f"rank {rank} was ended by {signal.Signals(-ended.exitcode).name}")
             return EXIT_BY_SIGNAL - ended.exitcode
     if not failures:
         return error.get_first_failure()[1].exitcode
     first = failures[0]
     if first.exit_code != EXIT_BAD_RECIPE or len({failure.words for failure in failures}) > 1:
-        print(f"titan-moe: rank {first.rank} failed first: {first.words}", file=sys.stderr)
+        complain(f"rank {first.rank} failed first: {first.words}")
     return first.exit_code
 
 

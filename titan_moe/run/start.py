@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from titan_moe.run.terminal import MessageFormat
+
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Settings of PyTorch's allocator of GPU memory. It reads the second one if both are set."""
 
@@ -43,7 +45,8 @@ def imports_frozen() -> Iterator[None]:
 
 
 def set_up_logging() -> None:
-    """Show messages of rank 0, and warnings of other ranks and packages."""
-    logging.basicConfig(format="%(message)s")
-    is_main = os.environ.get("RANK", "0") == "0"
-    logging.getLogger("titan_moe").setLevel(logging.INFO if is_main else logging.WARNING)
+    """Show messages of rank 0, and warnings of other ranks and packages, on standard error."""
+    rank, handler = int(os.environ.get("RANK", "0")), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(MessageFormat(sys.stderr, rank))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("titan_moe").setLevel(logging.WARNING if rank else logging.INFO)

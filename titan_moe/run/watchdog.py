@@ -8,7 +8,6 @@ import faulthandler
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from titan_moe.run.failure import EXIT_FAILED, record_failure
 from titan_moe.run.flight_recorder import pending_collective
 from titan_moe.run.heartbeat import Heartbeat, Sign, main_thread_place, open_store
 from titan_moe.run.process import EXIT_BY_SIGNAL, PATIENCE, STOP_SIGNALS
+from titan_moe.run.terminal import complain
 
 TICK_S = 1.0
 TICKS_PER_LIMIT = 20
@@ -213,7 +213,7 @@ class Watchdog:
         def report() -> None:
             message = describe()
             record_failure(message)
-            print(f"titan-moe: {message}", file=sys.stderr, flush=True)
+            complain(message)
 
         reporter = threading.Thread(target=report, name="hang report", daemon=True)
         reporter.start()
