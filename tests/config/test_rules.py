@@ -516,6 +516,25 @@ BROKEN = {
         "--train.epochs=2 --data.source=auto --data.path=a.jsonl --data.is_streamed=true --data.holdout_fraction=0",
         'train.epochs = 2 cannot be counted with data.source = "auto" and data.is_streamed = true',
     ),
+    "mixture_is_read": ("--data.mixture_temperature=2", 'belong to data.source = "mixture", not data.source = "text"'),
+    "mixture_has_sources": ("--data.source=mixture", 'data.mixture = [] leaves data.source = "mixture" nothing'),
+    "mixture_has_no_path": ("--data.source=mixture", 'is not read with data.source = "mixture"'),
+    "temperature_replaces_weights": (
+        '--data.source=mixture --data.mixture_temperature=2 --data.mixture=[{path="a.txt",weight=2}]',
+        "data.mixture_temperature = 2 and weights of data.mixture = [{",
+    ),
+    "weights_give_shares": (
+        '--data.source=mixture --data.mixture=[{path="a.txt",weight=-1}]',
+        "data.mixture[0].weight = -1.0 must be finite and at least 0",
+    ),
+    "sources_have_plain_names": (
+        '--data.source=mixture --data.mixture=[{path="x/a.txt"},{path="y/a/*.txt"}]',
+        'data.mixture[0] has the name "a" of another source',
+    ),
+    "sources_can_be_read": (
+        '--data.source=mixture --data.mixture=[{path="a.txt",files="b"}]',
+        'the source \'b\' of data.mixture: files = "b" belongs to source = "datasets", not "auto"',
+    ),
     "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "keep_latest = 1 is too few; 0 keeps all"),
     "best_needs_a_validation": (
         "--checkpoint.keep_best=true --validation.every_steps=0",

@@ -38,7 +38,8 @@ def explain(dotted_key: str) -> str:
         raise RecipeError([unknown_key(dotted_key)])
     if not key.is_section:
         title = f"{key.dotted}: {type_in_words(key)}, {in_toml(key.default)} by default"
-        return f"{title}\n{_purpose(key)}\n{_wrap(change_of(key.dotted).value)}"
+        tables = "\n".join(_fields_of_tables(key)) if key.has_tables else ""
+        return f"{title}\n{_purpose(key)}\n{_wrap(change_of(key.dotted).value)}{tables}"
     lines = [f"[{key.dotted}]", textwrap.indent(purpose_of(key.type), "    "), ""]
     for inner in keys_of(key.type, f"{key.dotted}."):
         title = f"[{inner.dotted}]" if inner.is_section else f"{inner.name} = {in_toml(inner.default)}"
@@ -46,6 +47,12 @@ def explain(dotted_key: str) -> str:
         if inner.choices and not _explained_values(inner):
             lines.append(_wrap(f"Values: {', '.join(map(in_toml, inner.choices))}."))
     return "\n".join(lines)
+
+
+def _fields_of_tables(key: Key) -> Iterator[str]:
+    yield f"\n\n[[{key.dotted}]]"
+    for inner in keys_of(key.entry_type, f"{key.dotted}."):
+        yield f"{inner.name} = {in_toml(inner.default)}\n{_purpose(inner)}"
 
 
 def list_fields() -> str:

@@ -24,6 +24,8 @@ BOOLEANS = {"true": True, "false": False}
 PATHS = {
     "run.folder",
     "data.path",
+    "data.mixture.path",
+    "data.mixture.files",
     "data.files",
     "data.tokenizer",
     "data.cache_folder",
@@ -224,6 +226,8 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
                 problems.append(f"{settings[key.dotted].source}: {key.dotted} is a section; set its keys one by one")
         elif key.is_table:
             values[key.attribute] = _table(key, settings, problems)
+        elif key.dotted in settings and key.has_tables:
+            values[key.attribute] = _tables(key, settings[key.dotted], problems)
         elif key.dotted in settings:
             values[key.attribute] = _convert(key, settings[key.dotted], problems)
     if not prefix:
@@ -258,9 +262,27 @@ def _table(key: Key, settings: dict[str, Setting], problems: list[str]) -> Table
     return Table(values)
 
 
+def _tables(key: Key, setting: Setting, problems: list[str]) -> Any:
+    """An array of tables, of one source."""
+    value = _from_text(key.type, setting.value) if setting.is_text else setting.value
+    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, dict) for entry in value):
+        way_out = f"a table [[{key.dotted}]] for each, or [{{ name = value, ... }}, ...]"
+        problems.append(f"{setting.source}: {key.dotted} = {shown(value)} must be {type_in_words(key)}: {way_out}")
+        return key.default
+    tables = []
+    for number, table in enumerate(value):
+        known = {inner.name: inner for inner in keys_of(key.entry_type, f"{key.dotted}[{number}].")}
+        for name in table.keys() - known.keys():
+            words = f"{cut(f'{key.dotted}[{number}].{name}')} is not a known key"
+            problems.append(f"{setting.source}: {words}; the keys of [[{key.dotted}]] are {', '.join(known)}")
+        given = {inner: Setting(table[inner.name], setting.source) for inner in known.values() if inner.name in table}
+        tables.append(key.entry_type(**{inner.attribute: _convert(inner, s, problems) for inner, s in given.items()}))
+    return tuple(tables)
+
+
 def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
     value = _from_text(key.plain_type, setting.value) if setting.is_text else setting.value
-    if key.dotted in PATHS and type(value) is str:
+    if re.sub(r"\[\d+\]", "", key.dotted) in PATHS and type(value) is str:
         value = os.path.expanduser(value)
     if key.is_list and key.entry_type is float and type(value) is list:
         value = [_as_float(entry) if type(entry) is int else entry for entry in value]

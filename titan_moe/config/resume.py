@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.renamed import values_before
-from titan_moe.config.schema import Table, all_keys, in_toml, keys_of
+from titan_moe.config.schema import Table, all_keys, given_in, in_toml, keys_of
 
 
 class Change(Enum):
@@ -56,6 +56,7 @@ CHANGES: dict[str, Change] = {
     "data.format": REFUSED,
     "data.chat": SAME_CONTENT,
     "data.path": SAME_CONTENT,
+    "data.mixture": SAME_CONTENT,  # of each source; weights are no content
     "data.files": SAME_CONTENT,
     "data.subset": SAME_CONTENT,
     "data.split": SAME_CONTENT,
@@ -121,6 +122,7 @@ def compare(saved: Mapping[str, Any], recipe: Recipe) -> RecipeChanges:
         if keys[dotted].is_list:
             before = tuple(before)  # JSON has lists
         before = Table(before) if keys[dotted].is_table else before
+        before = tuple(map(Table, before)) if keys[dotted].has_tables else before
         change = LOGGED if {before, value}.issubset(SAME.get(dotted, ())) else change_of(dotted)
         if before != value and (found := lists.get(change)) is not None:
             found.append(f"{dotted} = {in_toml(value)} (was {in_toml(before)})")
@@ -133,4 +135,4 @@ def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         if key.is_section:
             yield from _fields(value, f"{key.dotted}.")
         else:
-            yield key.dotted, value
+            yield key.dotted, tuple(map(given_in, value)) if key.has_tables else value

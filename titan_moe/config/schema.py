@@ -9,7 +9,7 @@ import json
 import re
 import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from types import UnionType
@@ -33,9 +33,9 @@ class OneOf(NamedTuple):
     """How a user adds a row, for errors."""
 
 
-class Table(dict[str, str]):
-    """Texts by names of the user's own, as `ValidationConfig(sets=Table(code="code/*.jsonl"))`. It is never changed, so
-    that a recipe can be hashed."""
+class Table(dict[str, Any]):
+    """Texts by names of the user's own, as `ValidationConfig(sets=Table(code="code/*.jsonl"))`, or the fields of a table
+    of an array. It is never changed, so that a recipe can be hashed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -50,8 +50,9 @@ class Key:
     attribute: str
     """Name of the field in Python: `class_` for the key `class`."""
     type: Any
-    """`int`, `float`, `bool`, `str`, a tuple of `str`, `int` or `float`, a `Literal`, a string annotated with
-    `OneOf`, a number or one word (`float | Literal["auto"]`), a `Table`, or the dataclass of a section."""
+    """`int`, `float`, `bool`, `str`, a tuple of `str`, `int`, `float` or a dataclass (an array of tables), a `Literal`,
+    a string annotated with `OneOf`, a number or one word (`float | Literal["auto"]`), a `Table`, or the dataclass of a
+    section."""
     default: Any
     """Default of a field; None for a section."""
     owner: type
@@ -106,6 +107,11 @@ class Key:
     def is_table(self) -> bool:
         """Whether the value has names of the user's own."""
         return self.type is Table
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the value is a list of tables."""
+        return self.is_list and is_dataclass(self.entry_type)
 
     @property
     def entry_type(self) -> type:
@@ -168,7 +174,7 @@ def type_in_words(key: Key) -> str:
     if key.is_table:
         return "a table of strings"
     if key.is_list:
-        return f"a list of {ENTRIES[key.entry_type]}"
+        return f"a list of {'tables' if key.has_tables else ENTRIES[key.entry_type]}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.plain_type]
     return f"{words} or {in_toml(key.word)}" if key.word else words
 
@@ -181,10 +187,17 @@ def in_toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(in_toml(entry) for entry in value)}]"
+    if is_dataclass(value) and not isinstance(value, type):
+        return in_toml(given_in(value))
     if isinstance(value, dict):
         entries = ", ".join(f"{_name(name)} = {in_toml(entry)}" for name, entry in value.items())
         return f"{{ {entries} }}" if entries else "{}"
     return str(value)
+
+
+def given_in(entry: Any) -> Table:
+    """The fields of a table of an array that differ from their defaults."""
+    return Table({key: value for key, value in asdict(entry).items() if value != getattr(type(entry), key)})
 
 
 def _name(name: str) -> str:

@@ -1,10 +1,11 @@
 """The run itself: `[run]`, `[train]`, `[optim]`, `[data]`, `[validation]`, `[checkpoint]`, `[metrics]`, `[profile]`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from titan_moe.config.chat import ChatConfig
 from titan_moe.config.forced_loads import FORCED_LOADS, NO_LOAD
+from titan_moe.config.mixture import MixtureSource
 from titan_moe.config.schema import OneOf, Table
 
 SAMPLE_PROMPT_TOKENS = 64
@@ -127,7 +128,7 @@ class OptimConfig:
 class DataConfig:
     """The source of tokens, and how they are packed into sequences."""
 
-    source: Literal["synthetic", "auto", "text", "datasets", "tokens"] = "synthetic"
+    source: Literal["synthetic", "auto", "text", "datasets", "tokens", "mixture"] = "synthetic"
     """The source of the data.
     `synthetic`: Learnable random tokens.
     `auto`: What `path` names: local files by their ending, a folder of them, or a hub name. Endings are .txt (a file is
@@ -135,7 +136,8 @@ class DataConfig:
     these with .gz or .zst behind it, and .bin and .npy (token ids).
     `text`: Local text files.
     `datasets`: Hugging Face `datasets`, from the hub or from local files.
-    `tokens`: Flat binary files of token ids."""
+    `tokens`: Flat binary files of token ids.
+    `mixture`: Those of `mixture`, each with its share of the sequences."""
     format: Literal["text", "chat"] = "text"
     """What a row of the source `datasets` is.
     `text`: A document, in the column `text_column`.
@@ -149,6 +151,15 @@ class DataConfig:
     """Source `datasets`: glob of local data files, if `path` is a file type."""
     subset: str = ""
     """Source `datasets`: configuration name."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """Source `mixture`: a table `[[data.mixture]]` for each source, with `path` and `weight`. After any number of
+    sequences, each source has given its share of them to within one. A source is read again when all of it is read.
+    The order does not depend on the ranks. A resume may change weights: each source keeps its place. With
+    `checkpoint.accept_changed_data` sources may come and go."""
+    mixture_temperature: float = 0.0
+    """Source `mixture`: shares that grow with the tokens of a source, to the power of 1 over this number, without any
+    `weight`. With 1 all sources are read equally often, with larger numbers small ones more often: mBERT has 1.43,
+    XLM-R 3.33 (arXiv:1911.02116). 0 leaves the shares to the weights."""
     split: str = "train"
     """Source `datasets`: split."""
     text_column: str = "text"
@@ -193,6 +204,13 @@ class DataConfig:
     def streams(self) -> bool:
         """Whether rows are read as they come."""
         return self.source in ("auto", "datasets") and self.is_streamed
+
+    def by_source(self) -> "dict[str, DataConfig]":
+        """The data of each source of a mixture, by name; without one these data, without a name."""
+        if self.source != "mixture":
+            return {"": self}
+        plain = replace(self, mixture=(), mixture_temperature=0.0)
+        return {entry.label: replace(plain, **entry.options) for entry in self.mixture}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

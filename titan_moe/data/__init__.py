@@ -8,13 +8,13 @@
     documents.py           one after the other, of whatever kind
     tokenizer.py           a document -> tokens with an end
     corpora.py             all documents -> a `Corpus` in the cache; stream.py: -> samples, as they are read
-    samples.py             a corpus -> samples in the order of an epoch
+    samples.py             a corpus -> samples in the order of an epoch; mixture.py: of several sources, by their shares
     packing.py, loader.py  samples -> microbatches of a rank
 
 Where new parts meet it:
 
 * A kind of file: a row of `KINDS` (config/data_files.py) and of `_READERS` (rows.py).
 * Documents that are no text: a `convert` of rows, as chat/encoder.py's.
-* Several sources in one run: each is a `Source` (sources.py), whose `training` is a `Samples` and whose `size` is known
-  before a step; a mixture is one more `Samples` over theirs.
+* Several sources in one run: `DataConfig.by_source` gives the `[data]` of each, and `MixedSamples` (mixture.py) is one
+  more `Samples` over theirs.
 """

@@ -18,6 +18,13 @@ class BadRows:
     def __init__(self, policy: Literal["refuse", "skip"] = "refuse") -> None:
         self._is_skipped = policy == "skip"
         self._found: set[object] = set()
+        self._source = ""
+
+    def of_source(self, name: str) -> "BadRows":
+        """Those of one of several sources. All are counted together."""
+        of_source = BadRows("skip" if self._is_skipped else "refuse")
+        of_source._found, of_source._source = self._found, name
+        return of_source
 
     def __len__(self) -> int:
         return len(self._found)
@@ -29,9 +36,9 @@ class BadRows:
         """
         if not self._is_skipped:
             raise BadRowError(f'{problem}; or set data.bad_rows = "skip"')
-        if row in self._found:
+        if (self._source, row) in self._found:
             return
-        self._found.add(row)
+        self._found.add((self._source, row))
         if len(self) <= NUM_NAMED:
             end = "; others are only counted" if len(self) == NUM_NAMED else ""
             logger.warning("skipped a bad row: %s%s", problem, end)

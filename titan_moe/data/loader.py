@@ -91,6 +91,12 @@ class Loader:
         return self._position["epoch"]
 
     @property
+    def epochs(self) -> dict[str, float]:
+        """The same of each source of a mixture."""
+        epochs: dict[str, float] = self._position["epochs"]
+        return epochs
+
+    @property
     def samples_per_epoch(self) -> int:
         """Sequences of an epoch; 0 if they are unknown or without end."""
         return self._training.samples_per_epoch
@@ -172,7 +178,8 @@ class Loader:
 
     def _read_position(self) -> dict[str, Any]:
         epoch = self._training.epoch_after(self._next_sample)
-        return {"next_sample": self._next_sample, "stream": self._training.state(), "epoch": epoch}
+        position = {"next_sample": self._next_sample, "stream": self._training.state(), "epoch": epoch}
+        return position | {"epochs": self._training.epochs()}
 
     def _pack(self, samples: list[Sample]) -> Batch:
         return pack(samples, self._recipe.train.micro_batch_sequences, self._recipe.data.document_attention)

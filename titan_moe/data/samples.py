@@ -35,6 +35,10 @@ class Samples(ABC):
         """How many times the data is read after so many samples of the run, which are those taken; None if unknown."""
         return num_samples / self.samples_per_epoch if self.samples_per_epoch else None
 
+    def epochs(self) -> dict[str, float]:
+        """How many times each of several sources is read by the samples so far; empty for one source."""
+        return {}
+
     def state(self) -> str:
         """Return, as JSON, the state beside the sample number: the order, or the position in a stream."""
         return json.dumps({"order": self.order})
@@ -44,7 +48,8 @@ class Samples(ABC):
 
         Raises: ValueError for the state of a stream or of another order.
         """
-        order = json.loads(state).get("order") if state else self.order
+        found = json.loads(state or "{}")
+        order = found.get("order") if state else self.order
         if order == self.order:
             return
         problem = (
@@ -52,7 +57,8 @@ class Samples(ABC):
             "samples; set run.seed and data.is_shuffled back"
         )
         if order is None:
-            problem = "the checkpoint's data was a stream, this run's is not; set data.source and data.is_streamed back"
+            was = "a mixture" if "mixture" in found else "a stream"
+            problem = f"the checkpoint's data was {was}, this run's is not; set data.source and data.is_streamed back"
         raise ValueError(f"{problem}, or start a new run from the weights with checkpoint.load_from")
 
 

@@ -1,6 +1,7 @@
 """Open the training and held-out samples of a recipe's `[data]`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -8,19 +9,32 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_moe.config import Recipe
+from titan_moe.config.mixture import of_source
 from titan_moe.data import hub
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache
 from titan_moe.data.chat.source import describe_codes, open_conversation_stream
 from titan_moe.data.chat.stream import ConversationStream
-from titan_moe.data.corpora import open_divided
+from titan_moe.data.corpora import Divided, open_divided
 from titan_moe.data.corpus import Corpus
 from titan_moe.data.documents import open_documents, resolve
+from titan_moe.data.mixture import MixedSamples, temper
 from titan_moe.data.samples import EpochSamples, IndexedSamples, Samples
 from titan_moe.data.stream import StreamedSamples
 from titan_moe.data.synthetic import SyntheticSamples
 from titan_moe.data.tokenizer import Tokenizer
-from titan_moe.data.validation import open_validation
+from titan_moe.data.validation import ChainedSamples, open_validation
+
+
+class SourceSize(NamedTuple):
+    """How much data a source of a mixture has, and how it is read."""
+
+    name: str
+    num_tokens: int
+    """With what is held out."""
+    share: float
+    """Of the sequences of a run."""
+    samples_per_epoch: int
 
 
 class DataSize(NamedTuple):
@@ -31,6 +45,8 @@ class DataSize(NamedTuple):
     num_documents: int | None = None
     held_out_tokens: int = 0
     held_out_documents: int | None = None
+    sources: tuple[SourceSize, ...] = ()
+    """Of a mixture."""
 
 
 class Source(NamedTuple):
@@ -71,8 +87,10 @@ def _reads_held_out(recipe: Recipe) -> bool:
 
 
 def _open_epochs(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
+    """Open data of a known size: one source, or several of a mixture."""
     bad_rows = BadRows(recipe.data.bad_rows)
-    corpus, training, held_out = open_divided(recipe, tokenizer, cache, bad_rows, recipe.data.holdout_fraction)
+    opened = _open_each(recipe, tokenizer, cache, bad_rows, recipe.data.holdout_fraction)
+    held_out = _chained([held_out for _, _, held_out in opened.values()])
     has_own = recipe.validation.has_own_data and recipe.data.holdout_fraction == 0
     if recipe.validation.every_steps > 0 and not has_own and len(held_out) < recipe.validation.num_sequences:
         raise ValueError(
@@ -86,8 +104,63 @@ def _open_epochs(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
             f"data.holdout_fraction = {recipe.data.holdout_fraction} holds out no sequence of "
             f"{recipe.train.seq_len_tokens} tokens; raise data.holdout_fraction, or set sample_tokens = 0"
         )
-    epochs = EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled)
-    return Source(epochs, held_out, corpus.fingerprint, bad_rows, size=_size_of(corpus, held_out.num_tokens))
+    epochs = {
+        name: EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled)
+        for name, (_, training, _) in opened.items()
+    }
+    training, size = _mixed(recipe, opened, epochs)
+    return Source(training, held_out, partial(_fingerprint, opened), bad_rows, size=size)
+
+
+def _open_each(
+    recipe: Recipe, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows, holdout_fraction: float
+) -> dict[str, Divided]:
+    """Open each source of a mixture, or the only one, whose name is empty.
+
+    Raises: ValueError or ImportError naming the source, and the field of it to change.
+    """
+    opened = {}
+    for name, data in recipe.data.by_source().items():
+        try:
+            opened[name] = open_divided(
+                replace(recipe, data=data), tokenizer, cache, bad_rows.of_source(name), holdout_fraction
+            )
+        except (ValueError, FileNotFoundError, ImportError) as error:
+            if not name:
+                raise
+            kind = ImportError if isinstance(error, ImportError) else ValueError
+            raise kind(of_source(name, str(error))) from error
+    return opened
+
+
+def _chained(parts: list[IndexedSamples]) -> IndexedSamples:
+    return parts[0] if len(parts) == 1 else ChainedSamples(parts)
+
+
+def _mixed(
+    recipe: Recipe, opened: Mapping[str, Divided], epochs: Mapping[str, EpochSamples]
+) -> tuple[Samples, DataSize]:
+    """The training samples of all sources, and how many there are."""
+    data, sizes = recipe.data, [_size_of(corpus, held_out.num_tokens) for corpus, _, held_out in opened.values()]
+    if data.source != "mixture":
+        return next(iter(epochs.values())), sizes[0]
+    num_tokens = [training.num_tokens for _, training, _ in opened.values()]
+    given = [source.weight for source in data.mixture]
+    weights = temper(num_tokens, data.mixture_temperature) if data.mixture_temperature > 0 else given
+    mixed = MixedSamples(epochs, weights, recipe.checkpoint.accept_changed_data)
+    sources = tuple(
+        SourceSize(name, size.num_tokens or 0, mixed.shares[name], samples.samples_per_epoch)
+        for (name, samples), size in zip(epochs.items(), sizes, strict=True)
+    )
+    columns = [[number for number in column if number is not None] for column in list(zip(*sizes, strict=True))[:4]]
+    sums = [sum(column) if len(column) == len(sizes) else None for column in columns]
+    return mixed, DataSize(sums[0], sums[1], sums[2] or 0, sums[3], sources)
+
+
+def _fingerprint(opened: Mapping[str, Divided]) -> str:
+    """Describe the content of each source; weights do not matter."""
+    found = {name: corpus.fingerprint() for name, (corpus, _, _) in sorted(opened.items())}
+    return "; ".join(f"{name}: {content}" if name else content for name, content in found.items())
 
 
 def _to(number: int) -> str:
@@ -110,8 +183,9 @@ def open_for_evaluation(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> S
     if recipe.data.source == "synthetic" or recipe.data.streams:
         return open_source(recipe, tokenizer, cache)
     bad_rows = BadRows(recipe.data.bad_rows)
-    corpus, samples, _ = open_divided(recipe, tokenizer, cache, bad_rows, 0.0)
-    return Source(EpochSamples(samples, 0, is_shuffled=False), samples, corpus.fingerprint, bad_rows)
+    opened = _open_each(recipe, tokenizer, cache, bad_rows, 0.0)
+    samples = _chained([training for _, training, _ in opened.values()])
+    return Source(EpochSamples(samples, 0, is_shuffled=False), samples, partial(_fingerprint, opened), bad_rows)
 
 
 def _open_synthetic(recipe: Recipe) -> Source:

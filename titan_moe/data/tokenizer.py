@@ -151,7 +151,7 @@ def build_tokenizer(name: str, source: str, model_vocab_size: int, *, split_spec
     Raises: ValueError if it has more ids than the model's embedding has rows.
     """
     tokenizer: Tokenizer
-    if source == "synthetic" or (source in ("auto", "tokens") and name == ""):
+    if source == "synthetic" or (source in ("auto", "tokens", "mixture") and name == ""):
         tokenizer = NumberTokenizer(model_vocab_size)
     elif name == "bytes":
         tokenizer = ByteTokenizer()

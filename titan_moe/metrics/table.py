@@ -68,6 +68,8 @@ def _imbalance(step: StepNumbers) -> Tensor:
 
 SET_OF_VALIDATION = "validation_loss/"
 """Begins the name of the metric of one of `validation.sets`."""
+EPOCH_OF_SOURCE = "epoch/"
+"""Begins the name of the metric of a source of a mixture."""
 METRICS = (
     Metric("loss", "loss {:.4f}", lambda step: step.loss, "sum"),
     Metric("aux_loss", lambda r: r["aux_loss"] and f"aux {r['aux_loss']:.2e}", lambda step: step.aux_loss, "sum"),
@@ -77,7 +79,7 @@ METRICS = (
     Metric("grad_norm", "norm {:.3f}"),  # before clipping
     Metric("lr", "lr {:.2e}"),
     Metric("tokens_seen"),
-    Metric("epoch", "epoch {:.2f}", when=lambda recipe: recipe.data.source != "synthetic"),
+    Metric("epoch", "epoch {:.2f}", when=lambda recipe: recipe.data.source not in ("synthetic", "mixture")),
     Metric("tokens_per_second_per_gpu", "{:,.0f} tokens/s/{unit}"),
     Metric("tflops_per_gpu", "{:.3g} TFLOP/s"),
     Metric("mfu", "MFU {:.1%}"),
@@ -127,6 +129,7 @@ def measure_of_all(metrics: Iterable[Metric], step: StepNumbers) -> dict[str, Te
 def record_of(step: int, known: Record, recipe: Recipe) -> dict[str, Any]:
     """The record of a step: what is known of it, in the order of the table."""
     recorded = [metric.name for metric in METRICS if metric.is_recorded and metric.when(recipe)]
+    recorded += [EPOCH_OF_SOURCE + name for name in recipe.data.by_source() if name]
     recorded += [SET_OF_VALIDATION + name for name in recipe.validation.sets]
     return {"step": step} | {name: known[name] for name in recorded if name in known}
 

@@ -1,6 +1,7 @@
 """What `titan-moe check` says of the data of a recipe: its files, and how long the run is. Files are only listed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from titan_moe.config.data_files import STANDARD_LIBRARY, Found, find, find_files
@@ -28,10 +29,23 @@ def describe_data(recipe: Recipe) -> Iterator[str]:
     if recipe.data.source == "synthetic":
         yield "synthetic: random ids without end"
         return
-    yield _source(recipe)
+    if recipe.data.source != "mixture":
+        yield _source(recipe)
+    yield from _mixture(recipe)
     for name, path in {"": recipe.validation.path, **recipe.validation.sets}.items():
         if path:
             yield f"validation{f' {name}' if name else ''}: {_files(recipe, recipe.validation.source, path)}"
+
+
+def _mixture(recipe: Recipe) -> Iterator[str]:
+    """A line for each source of a mixture."""
+    total = sum(source.weight for source in recipe.data.mixture)
+    for source, (name, data) in zip(recipe.data.mixture, recipe.data.by_source().items(), strict=False):
+        share = f"share {source.weight / total:.4g}" if total else "no share"
+        if recipe.data.mixture_temperature > 0:
+            share = f"a share of its tokens to the power of {1 / recipe.data.mixture_temperature:.3g}"
+        if name:
+            yield f"{name}: {share}; {_source(replace(recipe, data=data))}"
 
 
 def _source(recipe: Recipe) -> str:

@@ -58,6 +58,10 @@ def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: Mod
     a_parameter = f", {num_tokens / counts.parameters:.3g} a parameter" if counts.parameters else ""
     active = f" ({num_tokens / counts.active:.3g} an active one)" if counts.active else ""
     logger.info("data: %s", "; ".join([*parts, run + a_parameter + active]))
+    for source in size.sources:
+        num_epochs = train.steps * train.global_batch_sequences * source.share / source.samples_per_epoch
+        words = "  %s: %s tokens, share %.4g, %.3g epochs of this run"
+        logger.info(words, source.name, f"{source.num_tokens:,}", source.share, num_epochs)
 
 
 def _documents(number: int | None) -> str:

@@ -28,6 +28,7 @@ from titan_moe.data.loader import Loader, check_batch, open_data
 from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.meter import Meter
+from titan_moe.metrics.table import EPOCH_OF_SOURCE
 from titan_moe.metrics.weights_and_biases import require_wandb
 from titan_moe.profile.trace import StepTracer, Tracer
 from titan_moe.run.device import is_first_of_node
@@ -271,6 +272,7 @@ class Trainer:
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
         known = self.runner.numbers | {"lr": lr, "bad_rows": self.stop.num_bad_rows, "epoch": self.loader.epoch}
+        known |= {f"{EPOCH_OF_SOURCE}{name}": epoch for name, epoch in self.loader.epochs.items()}
         record = self.meter.log(
             progress.step,
             metrics=result.metrics,

@@ -9,6 +9,7 @@ from titan_moe.config.rules.adapter import ADAPTER_RULES
 from titan_moe.config.rules.attention import ATTENTION_RULES
 from titan_moe.config.rules.context import CONTEXT_RULES
 from titan_moe.config.rules.memory import MEMORY_RULES
+from titan_moe.config.rules.mixture import MIXTURE_RULES
 from titan_moe.config.rules.model import MODEL_RULES
 from titan_moe.config.rules.moe import MOE_RULES
 from titan_moe.config.rules.parallel import PARALLEL_RULES
@@ -38,6 +39,7 @@ RULES: list[Rule] = [
     *TRAINABLE_RULES,
     *ADAPTER_RULES,
     *RUN_RULES,
+    *MIXTURE_RULES,
 ]
 
 

@@ -33,7 +33,7 @@ folder_is_named = row(
 @rule("only synthetic data needs no files", "data.source")
 def source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
-    if d.source != "synthetic" and not d.path:
+    if d.source not in ("synthetic", "mixture") and not d.path:
         path = PATHS.get(d.source, "a hub name, a folder, or a file type beside data.files")
         problem = f'data.path = "" leaves data.source = "{d.source}" nothing to read'
         yield Problem(problem, hint=f"data.path = {path}")
@@ -63,7 +63,7 @@ text_has_a_tokenizer = row(
 )
 conversations_are_rows = row(
     "conversations are rows of JSON lines, tables, or data sets of the hub",
-    lambda r: r.data.format == "chat" and r.data.source not in ("auto", "datasets"),
+    lambda r: r.data.format == "chat" and r.data.source not in ("auto", "datasets", "mixture"),
     "{data.format} cannot be read from {data.source}",
 )
 conversations_have_a_tokenizer_folder = row(
@@ -84,11 +84,21 @@ conversations_are_kept_apart = row(
 @rule("other data has no conversations", "data.format data.chat.template answers train_on too_long")
 def chat_options_need_conversations(recipe: Recipe, world_size: int) -> Iterator[str]:
     chat, default = recipe.data.chat, ChatConfig()
+    has_chats = any(data.format == "chat" for data in recipe.data.by_source().values())
     for key in ("template", "answers", "train_on", "too_long"):
-        if recipe.data.format != "chat" and getattr(chat, key) != getattr(default, key):
+        if not has_chats and getattr(chat, key) != getattr(default, key):
             yield f'data.chat.{key} = {in_toml(getattr(chat, key))} belongs to data.format = "chat"'
 
 
+SOURCE_RULES = [
+    datasets_options_need_datasets,
+    bytes_fit_the_vocabulary,
+    text_has_a_tokenizer,
+    conversations_are_rows,
+    conversations_have_a_tokenizer_folder,
+    conversations_are_kept_apart,
+]
+"""What a source needs, which holds for each source of a mixture too."""
 streams_hold_out_no_share = row(
     "the length of a stream is unknown, so no fraction of it can be held out",
     lambda r: r.data.streams and r.data.holdout_fraction > 0,
@@ -189,8 +199,8 @@ one_length_is_given = row(
     "train.steps tokens epochs",
 )
 epochs_have_an_end = row(
-    "random ids and streams have no known size, so no epoch either",
-    lambda r: r.train.epochs > 0 and (r.data.streams or r.data.source == "synthetic"),
+    "random ids and streams have no known size, and each source of a mixture has epochs of its own",
+    lambda r: r.train.epochs > 0 and (r.data.streams or r.data.source in ("synthetic", "mixture")),
     "{train.epochs} cannot be counted with {data.source} and {data.is_streamed}",
     "train.epochs data.is_streamed",
 )
