@@ -110,6 +110,8 @@ class Forked:
     def communicate(self, timeout: float | None = None) -> tuple[None, str]:
         """Wait for its end, and for that of all that write to its standard error; what they wrote."""
         self.listener.join(timeout)
+        if self.listener.is_alive():
+            raise subprocess.TimeoutExpired("titan-moe", timeout or 0.0, stderr=self.said)
         self.wait(timeout)
         return None, self.said.decode()
 
@@ -136,6 +138,7 @@ def _kill_all() -> None:
 
 
 def _run(script: str, words: list[str], environment: dict[str, str], said: Connection, folder: str) -> NoReturn:
+    """What a fork does; it writes its standard error to `said`."""
     os.chdir(folder)
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
@@ -151,7 +154,7 @@ def _run(script: str, words: list[str], environment: dict[str, str], said: Conne
 
 
 def fork_ranks() -> None:
-    """From now on, ranks that torchrun starts here are forks of this process."""
+    """From now on, ranks that torchrun starts from this process are forks of it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     SubprocessHandler._popen = lambda handler, args, environment: Rank(handler, args, environment)
