@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.train import MetricsConfig, RunConfig
 from titan_moe.metrics import weights_and_biases
+from titan_moe.metrics.meter import Meter
 from titan_moe.metrics.weights_and_biases import WeightsAndBiases, require_wandb
 
 RECIPE = Recipe(metrics=MetricsConfig(wandb=True, wandb_project="mine"), run=RunConfig(seed=3))
@@ -106,3 +108,18 @@ def test_a_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(RecipeError, match="metrics.wandb = true needs the package wandb.*pip install wandb"):
         require_wandb()
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_only_the_first_rank_logs(package: StandIn, tmp_path: Path, is_main: bool) -> None:
+    recipe = Recipe(metrics=MetricsConfig(wandb=True, tensorboard=False, progress_bar=False))
+    options: dict[str, Any] = {"flops_per_token": None, "num_ranks": 2, "peak_memory_gib": lambda: 1.0}
+    meter = Meter(recipe, tmp_path, device=torch.device("cpu"), is_main=is_main, **options)
+    meter.start(0, 0)
+    counts = {"layers.1.moe": torch.tensor([1, 3])}
+    names = ("loss", "grad_norm", "aux_loss", "skipped_steps")
+    meter.log(1, metrics={name: torch.tensor(1.0) for name in names}, tokens_per_expert=counts, num_tokens=4)
+    meter.close()
+    logged = [set(values) for name, values in package.calls if name == "log"]
+    assert [("loss" in names, "moe/loads" in names) for names in logged] == [(True, False), (False, True)] * is_main
+    assert bool(package.calls) == (tmp_path / "wandb_id").exists() == is_main
