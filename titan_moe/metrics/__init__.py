@@ -1,1 +1,1 @@
-"""Metrics of a run: one record per logged step, for console, file and charts; runs compared; the environment; trace regions."""
+"""Metrics of a run: one record per logged step, for console, file and charts; runs compared; environment; regions."""
