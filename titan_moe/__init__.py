@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
     from titan_moe.config.kernels import KernelOverrides as KernelOverrides
     from titan_moe.config.kernels import Kernels as Kernels
+    from titan_moe.config.mixture import MixtureSource as MixtureSource
     from titan_moe.config.model import (
         AttentionConfig as AttentionConfig,
     )
@@ -145,6 +146,7 @@ _MODULES = {
     "MemoryConfig": "titan_moe.config.perf",
     "MetricsConfig": "titan_moe.config.train",
     "MoE": "titan_moe.layers.moe",
+    "MixtureSource": "titan_moe.config.mixture",
     "MoEConfig": "titan_moe.config.model",
     "ModelConfig": "titan_moe.config.model",
     "OptimConfig": "titan_moe.config.train",

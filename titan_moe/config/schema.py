@@ -34,8 +34,8 @@ class OneOf(NamedTuple):
 
 
 class Table(dict[str, Any]):
-    """Texts by names of the user's own, as `ValidationConfig(sets=Table(code="code/*.jsonl"))`, or the fields of a table
-    of an array. It is never changed, so that a recipe can be hashed."""
+    """Texts by names of the user's own, as `ValidationConfig(sets=Table(code="code/*.jsonl"))`, or the fields of a
+    table of an array. It is never changed, so that a recipe can be hashed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
