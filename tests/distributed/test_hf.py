@@ -41,6 +41,8 @@ NUMBERS = {
     "minimax_m2": {"num_local_experts": 6},
     "granitemoeshared": {"num_local_experts": 6},
     "ernie4_5_moe": {"moe_num_experts": 6},
+    "phimoe": {"num_local_experts": 6},
+    "llama4_text": {"num_local_experts": 6},
 }
 """Of experts, six where the family does not say it as Qwen does."""
 EP2 = ParallelConfig(ep=2, dispatcher="alltoall")
@@ -54,6 +56,8 @@ LAYOUTS = {
     "minimax_m2": [replace(EP2, tp=2)],
     "granitemoeshared": [replace(EP2, etp=2)],
     "ernie4_5_moe": [ParallelConfig(pp=2, tp=2)],
+    "phimoe": [replace(EP2, pp=2), replace(EP2, tp=2)],
+    "llama4_text": [replace(EP2, etp=2), replace(EP2, tp=2)],
 }
 NUM_TOKENS = 7
 PROMPTS = [[5, 7, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [60]]
