@@ -61,6 +61,15 @@ def test_more_token_files_than_a_process_may_open(
     assert second.tokens_MBN.flatten().tolist() == list(range(128, 256))
 
 
+def test_others_may_have_many_files_open(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.bin" for number in range(20)]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]))
+    open_files = OpenFiles()
+    with few_open_files(4):
+        assert b"".join(open_files.read(file, 1, 0) for file in files * 2) == bytes(range(20)) * 2
+
+
 def test_files_are_opened_again_and_must_be_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_moe.data.token_file._MAX_OPEN_FILES", 1)
     files, paths = OpenFiles(), [tmp_path / "a", tmp_path / "b"]

@@ -90,8 +90,9 @@ class Forked:
         self.listener.start()
 
     def _listen(self) -> None:
-        while heard := os.read(self.pipe.fileno(), 65536):
-            self.said += heard
+        with self.pipe:
+            while heard := os.read(self.pipe.fileno(), 65536):
+                self.said += heard
 
     @property
     def returncode(self) -> int | None:

@@ -1,5 +1,6 @@
 """A binary file of token ids, read piece by piece, and the bounded number of files that are open for it."""
 
+import errno
 import os
 import resource
 from collections import OrderedDict
@@ -46,6 +47,9 @@ class OpenFiles:
         try:
             descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno == errno.EMFILE and self._descriptors:  # others have many open
+                self._limit = max(len(self._descriptors) // 2, 1)
+                return self._open(path)
             problem = f"data.path: {path} cannot be opened while the run reads it: {error.strerror}"
             raise ValueError(f"{problem}; restore the file and start the run again") from error
         now = os.fstat(descriptor)

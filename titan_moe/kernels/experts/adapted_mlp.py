@@ -48,7 +48,7 @@ class AdaptedMLP:
             low = low_rank_product(x_RI, *next(factors), offsets_e, self.scale, self.gemm)
             return self.mlp.gemm(x_RI, own_eOI, clones_cOI, offsets_e) + low
 
-        return self.mlp.with_gemm(gemm, x_SD, slots, weights)
+        return self.mlp(x_SD, slots, weights, gemm)
 
     def __deepcopy__(self, memo: object) -> "AdaptedMLP":
         """A copied layer has the same MLP."""

@@ -37,11 +37,11 @@ class CompositeMLP:
     """Whether the score weighs the gathered rows (Llama 4), or the activation and the down bias."""
     activation: SwiGLU = PLAIN_SWIGLU
 
-    def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
-        return self.with_gemm(self.gemm, x_SD, slots, weights)
-
-    def with_gemm(self, gemm: GroupedGemm, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
-        """The same with another GEMM, which is called for gate and up first, and then for down."""
+    def __call__(
+        self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: GroupedGemm | None = None
+    ) -> Tensor:
+        """-> y_SD. Another GEMM is called for gate and up first, and then for down."""
+        gemm = gemm or self.gemm
         rows_R, slots_SK, scores_R, offsets_e = slots
         x_RD = gather_rows(x_SD, rows_R, slots_SK)
         if self.weighs_input:
