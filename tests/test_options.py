@@ -223,7 +223,7 @@ KEPT = {
     "data.is_streamed": "data sets larger than a disk",
     "data.stream_lanes": "ranks read and tokenise their own parts of a stream; 0 goes on with runs from before",
     "data.shuffle_buffer_sequences": "a stream is in the order of its files, which may be sorted",
-    "data.num_workers": "0 reads in the rank itself, where a process beside it is not wanted",
+    "data.stream_has_worker": "false reads in the rank itself, where a process beside it is not wanted",
     "data.token_dtype": "uint16 and uint32 files are both common",
     "data.tokenizer": "a model's own vocabulary",
     "data.split_special_tokens": "off for text that is written with control tokens, such as chats",

@@ -167,6 +167,17 @@ class DataConfig:
     and the log says so."""
     is_streamed: bool = False
     """Stream rows instead of downloading and tokenising all of them first."""
+    stream_lanes: int = 0
+    """Divide a stream into this many lanes, whatever the number of ranks: each has a part of the data and is packed by
+    itself, and a rank reads only the lanes of its sequences. A power of two from the number of data-parallel ranks on
+    divides well, such as 256. JSON lines are cut between lines, Parquet between row groups, other and compressed files
+    and those of the source `datasets` between files; there are fewer lanes where parts would be below 1 MiB. A lane
+    that is read to its end begins again. 0: one stream in the order of the data, which every rank reads and tokenises
+    as a whole."""
+    shuffle_buffer_sequences: int = 16
+    """Sequences of a lane that are shuffled among each other, with `is_shuffled`. A resume reads so many again."""
+    stream_has_worker: bool = True
+    """Read the lanes of a rank in a process of its own, which has the next batch ready when a step ends."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """Source `tokens`: dtype of the stored ids, little-endian, of files that do not say it themselves. These do: arrays
     of NumPy (`.npy`), files of llm.c, and files of Megatron, whose index (`.idx`) also says where documents end."""
@@ -182,7 +193,8 @@ class DataConfig:
     document_attention: bool = False
     """Restrict attention to the token's own document. Without it a packed sequence is one causal context."""
     is_shuffled: bool = True
-    """Read the sequences of an epoch in a seeded random order. Streams keep their own order."""
+    """Read the sequences of an epoch in a seeded random order. Streams keep their own order, but for
+    `shuffle_buffer_sequences` of a lane."""
     holdout_fraction: float = 0.0
     """Fraction of the documents held out for validation, the last ones; of a single document the end of it. Must be 0
     for a stream, whose length is unknown: its first documents are held out, as many as validation needs. Must be 0 for
@@ -204,6 +216,11 @@ class DataConfig:
     def streams(self) -> bool:
         """Whether rows are read as they come."""
         return self.source in ("auto", "datasets") and self.is_streamed
+
+    @property
+    def reads_whole_stream(self) -> bool:
+        """Whether every rank reads all of a stream."""
+        return self.streams and self.stream_lanes == 0
 
     def by_source(self) -> "dict[str, DataConfig]":
         """The data of each source of a mixture, by name; without one these data, without a name."""

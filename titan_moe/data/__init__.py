@@ -9,6 +9,7 @@
     tokenizer.py           a document -> tokens with an end
     corpora.py             all documents -> a `Corpus` in the cache; stream.py: -> samples, as they are read
     samples.py             a corpus -> samples in the order of an epoch; mixture.py: of several sources, by their shares
+    lanes/                 a stream -> samples, of which a rank reads only its own
     packing.py, loader.py  samples -> microbatches of a rank
 
 Where new parts meet it:

@@ -26,6 +26,10 @@ class BadRows:
         of_source._found, of_source._source = self._found, name
         return of_source
 
+    def count(self, number: int) -> None:
+        """Count so many that another process has found; it has named them."""
+        self._found.update(("worker", number) for number in range(number))
+
     def __len__(self) -> int:
         return len(self._found)
 

@@ -47,10 +47,10 @@ def fingerprint(data: DataConfig, files: Sequence[Path] = ()) -> str:
 
 def read_documents(data: DataConfig, bad_rows: BadRows) -> Iterator[str]:
     """Yield the texts of a downloaded dataset in order."""
-    if _is_read_by_line(data):
+    if is_read_by_line(data):
         yield from iter(json_lines.JsonLinesStream(data, bad_rows, 0, None).read, None)
         return
-    dataset = _load(data)
+    dataset = load(data)
     data = _with_column(data, dataset)
     rows, num_read = iter(dataset), 0
     while (row := _next_row(rows, num_read, data)) is not None:
@@ -74,9 +74,11 @@ class DocumentStream:
         num_read: int,
         place: dict[str, Any] | None,
         convert: json_lines.Convert | None = None,
+        dataset: Any = None,
     ) -> None:
+        """`dataset`: a part of it, by default all."""
         self.num_read, self._convert = 0, convert or self._text
-        self._dataset = _load(data)
+        self._dataset = load(data) if dataset is None else dataset
         self._data, self._bad_rows = data if convert else _with_column(data, self._dataset), bad_rows
         self._loaded_place = place = None if json_lines.PLACE in (place or {}) else place
         if place is not None:
@@ -124,11 +126,11 @@ def open_stream(
 ) -> DocumentStream | json_lines.JsonLinesStream:
     """Open a pass over a dataset at document `num_read`: line by line if bad JSON lines are to be skipped, or if the
     rows are no texts, whose fields `datasets` would make equal."""
-    stream = json_lines.JsonLinesStream if _is_read_by_line(data, convert is not None) else DocumentStream
+    stream = json_lines.JsonLinesStream if is_read_by_line(data, convert is not None) else DocumentStream
     return stream(data, bad_rows, num_read, place, convert)
 
 
-def _is_read_by_line(data: DataConfig, has_fields: bool = False) -> bool:
+def is_read_by_line(data: DataConfig, has_fields: bool = False) -> bool:
     """Whether bad rows can be left out as the files are read. Refuses files that are no text."""
     if (data.bad_rows == "refuse" and not has_fields) or not json_lines.files_of(data):
         return False
@@ -136,7 +138,16 @@ def _is_read_by_line(data: DataConfig, has_fields: bool = False) -> bool:
     return True
 
 
-def _load(data: DataConfig) -> Any:
+def num_shards(dataset: Any) -> int:
+    """The parts into which a streamed dataset can be divided without reading it: its files."""
+    return int(getattr(dataset, "num_shards", 0) or dataset.n_shards)
+
+
+def load(data: DataConfig) -> Any:
+    """Open a dataset.
+
+    Raises: ImportError without the package `datasets`; ValueError for a dataset that cannot be opened.
+    """
     try:
         import datasets
     except ImportError as error:

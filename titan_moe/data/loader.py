@@ -37,8 +37,10 @@ class Loader:
         tokenizer: Tokenizer,
         source: Source,
         shard: SequenceShard,
+        gather: Callable[[str], list[str]] = lambda state: [state],
     ) -> None:
-        self.tokenizer = tokenizer
+        """`gather` collects the texts of all ranks, for the state of data of which each rank knows its part."""
+        self.tokenizer, self._gather = tokenizer, gather
         self._training, self._validation, self._fingerprint, self.bad_rows = source[:4]
         self._validation_sets, self.size = source.validation_sets, source.size
         self._recipe = recipe
@@ -136,20 +138,23 @@ class Loader:
         return self._fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data as integers and one string, equal on all ranks."""
-        return {
-            "next_sample": self._position["next_sample"],
-            "seq_len_tokens": self._recipe.train.seq_len_tokens,
-            "samples_per_epoch": self._training.samples_per_epoch,
-            "stream": self._position["stream"],
-        }
+        """Return the position in the data as integers and one string, equal on all ranks. Collective if ranks read
+        their parts of a stream."""
+        stream = self._position["stream"]
+        if self._training.is_divided:
+            stream = self._training.merge(self._gather(stream))
+        return {"next_sample": self._position["next_sample"], **self._sizes(), "stream": stream}
+
+    def _sizes(self) -> dict[str, int]:
+        seq_len_tokens = self._recipe.train.seq_len_tokens
+        return {"seq_len_tokens": seq_len_tokens, "samples_per_epoch": self._training.samples_per_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of `state`, on any number of ranks.
 
         Raises: ValueError if the same sample number would refer to another sample.
         """
-        own = self.state_dict()
+        own = self._sizes()
         ways_out = {
             "seq_len_tokens": "set train.seq_len_tokens back",
             "samples_per_epoch": "restore the corpus, tokenizer and holdout that it was trained on, set "

@@ -33,11 +33,14 @@ class RowTexts:
         num_read: int,
         place: Any,
         convert: Convert | None = None,
+        part: tuple[list[int], list[int] | None] | None = None,
     ) -> None:
+        """`part`: the places at which a pass starts and ends, by default all files."""
         own = (place or {}).get(PLACE)
+        start, end = part or (None, None)
         self.column = "" if convert else column_of_files(data, files, kind)
         self._bad_rows, self._convert = bad_rows, convert or self._text
-        self._rows = Rows(files, kind, own, self.column)
+        self._rows = Rows(files, kind, own or start, self.column, end)
         self.num_read = num_read if own else 0
         while self.num_read < num_read and self._rows.next() is not None:
             self.num_read += 1

@@ -46,10 +46,19 @@ class _Reader(Protocol):
 class Rows:
     """The rows of files of one kind in order, from any place on."""
 
-    def __init__(self, files: list[Path], kind: str, place: list[int] | None = None, column: str = "") -> None:
-        """`column`: the only one that is read, where a file allows it; by default all."""
+    def __init__(
+        self,
+        files: list[Path],
+        kind: str,
+        place: list[int] | None = None,
+        column: str = "",
+        end: list[int] | None = None,
+    ) -> None:
+        """`column`: the only one that is read, where a file allows it; by default all. `end`: the place at which they
+        end; by default the end of the last file."""
         self._files, self._kind, self._column = files, kind, column
         self._num_file, *self._start = place or [0, 0, 0]
+        self._end = (end or [len(files), 0])[:2]
         self._reader: _Reader | None = None
         sizes = [file.stat().st_size for file in files]
         self._total, self._ends = max(sum(sizes), 1), [sum(sizes[:number]) for number in range(len(sizes) + 1)]
@@ -59,7 +68,7 @@ class Rows:
 
         Raises: ValueError for a file that is not of its kind; BadRowError is left to the caller.
         """
-        while self._num_file < len(self._files):
+        while self.place[:2] < self._end:
             if self._reader is None:
                 self._reader = _READERS[self._kind](self._files[self._num_file], self._start, self._column)
             if (row := self._reader.next()) is not None:
@@ -82,7 +91,7 @@ class Rows:
 
 
 class _JsonLines:
-    """A place is the offset of a line in bytes, decompressed, and its number."""
+    """A place is the offset of a line in bytes, decompressed, and the number of lines before, -1 if it is unknown."""
 
     def __init__(self, file: Path, place: list[int], column: str) -> None:
         self._path, self._file, self.place = file, OpenedFile(file), list(place)
@@ -96,10 +105,11 @@ class _JsonLines:
 
     def next(self) -> Row | None:
         while line := self._file.readline():
-            self.place = [self.place[0] + len(line), self.place[1] + 1]
+            offset, number = self.place
+            self.place = [offset + len(line), number + 1 if number >= 0 else -1]
             if not (content := line.removeprefix(_BYTE_ORDER_MARK).strip()):
                 continue
-            place = f"{self._path}, line {self.place[1]}"
+            place = f"{self._path}, {f'line {number + 1}' if number >= 0 else f'the line at byte {offset}'}"
             try:
                 return Row(place, json.loads(content.decode()))
             except (ValueError, RecursionError) as error:
@@ -138,6 +148,24 @@ class _Table:
             self._rows = iter(batch)
         self.place = [self.place[0] + 1] * 2
         return Row(f"{self._path}, row {self.place[0]}", row)
+
+
+def has_lines(file: Path) -> bool:
+    """Whether a file of JSON is read line by line, and not as one array."""
+    return ending_of(file.name).startswith(LINE_ENDINGS) or not _head(file).strip().startswith(b"[")
+
+
+def row_groups(file: Path) -> tuple[list[int], int]:
+    """The first row of each row group of a Parquet file, and the number of rows.
+
+    Raises: ValueError for a file that is none.
+    """
+    try:
+        table = _pyarrow(file, "parquet").ParquetFile(_source(file))
+    except (OSError, ValueError) as error:  # of pyarrow
+        raise ValueError(f"data.path: {file} is not a Parquet table: {error}; repair it, or leave it out") from error
+    counts = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
+    return [sum(counts[:number]) for number in range(len(counts))], sum(counts)
 
 
 def _open_json(file: Path, place: list[int], column: str) -> _Reader:

@@ -2,6 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,9 @@ class Samples(ABC):
     order: str = ""
     """Describes the order of samples. Checkpoints store this text, and a resume compares it."""
 
+    is_divided: bool = False
+    """Whether `state` is that of this rank's part; `merge` makes one of those of all ranks."""
+
     @abstractmethod
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         """Advance over samples [first, first + count) of the run and return those at the offsets `mine`."""
@@ -42,6 +46,10 @@ class Samples(ABC):
     def state(self) -> str:
         """Return, as JSON, the state beside the sample number: the order, or the position in a stream."""
         return json.dumps({"order": self.order})
+
+    def merge(self, states: Sequence[str]) -> str:
+        """The state of all ranks, of what `state` returns on each."""
+        return states[0]
 
     def load_state(self, state: str) -> None:
         """Continue at the position of `state`. An empty string comes from a checkpoint without an order.

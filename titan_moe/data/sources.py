@@ -1,5 +1,6 @@
 """Open the training and held-out samples of a recipe's `[data]`."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,16 @@ from titan_moe.data.chat.stream import ConversationStream
 from titan_moe.data.corpora import Divided, open_divided
 from titan_moe.data.corpus import Corpus
 from titan_moe.data.documents import open_documents, resolve
+from titan_moe.data.lanes.source import open_lanes
+from titan_moe.data.lanes.worker import WorkerSamples
 from titan_moe.data.mixture import MixedSamples, temper
 from titan_moe.data.samples import EpochSamples, IndexedSamples, Samples
 from titan_moe.data.stream import StreamedSamples
 from titan_moe.data.synthetic import SyntheticSamples
 from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.data.validation import ChainedSamples, open_validation
+
+logger = logging.getLogger(__name__)
 
 
 class SourceSize(NamedTuple):
@@ -222,7 +227,12 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             f"data.path = {recipe.data.path!r}, which is streamed; lower validation.num_sequences"
         )
     num_reserved = held_out.num_documents_touched if count else 0
-    training = open_samples(recipe.train.seq_len_tokens, num_reserved)
+    training: Samples = open_samples(recipe.train.seq_len_tokens, num_reserved)
+    if data.stream_lanes > 0:
+        training = open_lanes(recipe, tokenizer, bad_rows, num_reserved)
+        logger.info("data.stream_lanes = %d: the stream has %d lanes", data.stream_lanes, training.num_lanes)
+        if data.stream_has_worker:
+            training = WorkerSamples(recipe, num_reserved, training, bad_rows)
 
     def fingerprint() -> str:
         held_out = f"the first {num_reserved} documents held out"

@@ -79,6 +79,11 @@ class StreamedSamples(Samples):
 
     def load_state(self, state: str) -> None:
         position = json.loads(state or "{}")
+        if "lanes" in position:
+            raise ValueError(
+                "the checkpoint's stream is in lanes, this run's is not; set data.stream_lanes back, or start a new "
+                "run from the weights with checkpoint.load_from"
+            )
         if "epoch" not in position:
             raise ValueError(
                 "the checkpoint's data was not a stream, this run's is; set data.source and data.is_streamed back, or "

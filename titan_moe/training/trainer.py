@@ -110,7 +110,7 @@ class Trainer:
             raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
         where = self.meshes.data_rank, self.meshes.sizes.dp
         shard = sequence_shard(recipe.parallel, self.meshes.context_rank)
-        self.loader = Loader(recipe, *where, data.tokenizer, data.source, shard)
+        self.loader = Loader(recipe, *where, data.tokenizer, data.source, shard, partial(_gather, tokenising))
         if recipe.model.class_ != ModelConfig.class_:
             capacity = self.runner.step.capacity
             with capacity.unbounded():
@@ -249,7 +249,7 @@ class Trainer:
     @property
     def _num_bad_rows(self) -> int:
         """The bad rows that this rank counts for all: of a slice of the data its first rank, of a stream rank 0."""
-        is_counted = self.is_main or (self.meshes.is_first_of_slice and not self.recipe.data.is_streamed)
+        is_counted = self.is_main or (self.meshes.is_first_of_slice and not self.recipe.data.reads_whole_stream)
         return len(self.loader.bad_rows) if is_counted else 0
 
     def _end_with_unreadable_data(self) -> None:
@@ -342,3 +342,10 @@ def _as_recipe_errors(*errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         logger.debug("refused because of this:", exc_info=error)
         raise RecipeError([str(error)]) from error
+
+
+def _gather(group: dist.ProcessGroup, text: str) -> list[str]:
+    """The texts of all ranks. Collective."""
+    texts = [""] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    return texts

@@ -101,7 +101,12 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "weight_decay max_grad_norm warmup_steps decay_steps": ZERO_OR_MORE,
         "min_lr_ratio": SHARE,
     },
-    "data": {"holdout_fraction": SHARE_BELOW_ONE, "mixture_temperature": ZERO_OR_MORE},
+    "data": {
+        "holdout_fraction": SHARE_BELOW_ONE,
+        "mixture_temperature": ZERO_OR_MORE,
+        "stream_lanes": Range(0, 65_536),
+        "shuffle_buffer_sequences": Range(1, 65_536),
+    },
     "validation": {"every_steps": ZERO_OR_MORE, "num_sequences": POSITIVE},
     "checkpoint": {"every_steps keep_latest keep_every_steps": ZERO_OR_MORE},
     "metrics": {"every_steps": POSITIVE, "sample_tokens sample_temperature": ZERO_OR_MORE},

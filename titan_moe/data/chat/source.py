@@ -33,7 +33,7 @@ def open_conversation_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache,
     data, found = resolve(recipe.data)
 
     def build(folder: Path) -> None:
-        encoder = _encoder(recipe, tokenizer, bad_rows)
+        encoder = open_encoder(recipe, tokenizer, bad_rows)
         rows = open_documents(data, found, bad_rows, 0, None, encoder.encode)
         write_conversations(folder, _read_all(rows), encoder.counts)
 
@@ -52,7 +52,7 @@ def open_conversation_stream(
 
     Raises: ValueError or ImportError, each naming the field of `[data]` to change.
     """
-    encoder = _encoder(recipe, tokenizer, bad_rows)
+    encoder = open_encoder(recipe, tokenizer, bad_rows)
     open_codes = partial(open_documents, *resolve(recipe.data), bad_rows, convert=encoder.encode)
 
     def open_(seq_len_tokens: int, num_reserved: int | None = None) -> ConversationStream:
@@ -75,7 +75,11 @@ def _read_all(rows: Documents) -> Iterator[np.ndarray]:
         yield codes
 
 
-def _encoder(recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows) -> ConversationEncoder:
+def open_encoder(recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows) -> ConversationEncoder:
+    """What makes codes of the rows of a recipe.
+
+    Raises: ValueError or ImportError, each naming the field of `[data]` to change.
+    """
     data, vocab_size = recipe.data, recipe.model.vocab_size
     template = ChatTemplate(data.tokenizer, data.chat.template, begins_with_bos=bool(tokenizer.encode("")))
     if template.vocab_size > vocab_size:

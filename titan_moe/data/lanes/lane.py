@@ -1,0 +1,69 @@
+"""The samples of one lane of a stream, shuffled in blocks."""
+
+import json
+from typing import Any, Protocol
+
+import numpy as np
+
+from titan_moe.data.hashing import derive_key, permute
+from titan_moe.data.packing import Sample
+
+_ORDER = 5  # hashed with the seed: other uses of the same seed draw other numbers
+
+
+class PackedPart(Protocol):
+    """The samples of a part of a stream, in its own order."""
+
+    @property
+    def epoch(self) -> int: ...
+    def take(self, first: int, count: int, mine: range) -> list[Sample]: ...
+    def state(self) -> str: ...
+    def load_state(self, state: str) -> None: ...
+
+
+class Lane:
+    """Read blocks of samples, and give those of a block in a seeded order. The state is the start of a block and how
+    many samples of it are given, so a resume reads one block again."""
+
+    def __init__(self, part: PackedPart, number: int, num_lanes: int, seed: int, block_sequences: int) -> None:
+        """The first block is shorter, by lane, so that lanes read their blocks at different steps."""
+        self._part, self._number, self._seed, self._block_sequences = part, number, seed, block_sequences
+        self._first_sequences = 1 + number * block_sequences // num_lanes
+        self._num_block = self._num_given = 0
+        self._start = part.state()
+        self._block: list[Sample] = []
+
+    @property
+    def epoch(self) -> int:
+        """How many times the part has been read."""
+        return self._part.epoch
+
+    def take(self, count: int) -> list[Sample]:
+        """Give the next samples."""
+        return [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> Sample:
+        self._fill()
+        sample = self._block[self._num_given]
+        self._num_given += 1
+        if self._num_given == len(self._block):
+            self._num_block, self._num_given, self._start = self._num_block + 1, 0, self._part.state()
+            self._block = []
+        return sample
+
+    def _fill(self) -> None:
+        if self._block:
+            return
+        count = self._first_sequences if self._num_block == 0 else self._block_sequences
+        samples = self._part.take(0, count, range(count))
+        keys = np.repeat(derive_key(self._seed, _ORDER, self._number, self._num_block), count)
+        self._block = [samples[place] for place in permute(np.arange(count), count, keys)]
+
+    def state(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"block": self._num_block, "given": self._num_given, "start": json.loads(self._start)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._start = json.dumps(state["start"])
+        self._part.load_state(self._start)
+        self._num_block, self._num_given, self._block = state["block"], state["given"], []
