@@ -297,3 +297,26 @@ def test_datasets_fingerprint_of_many_files_keeps_few_open(tmp_path: Path, make_
     data = make_recipe(data={"source": "datasets", "path": "json", "files": str(tmp_path / "*.jsonl")}).data
     with few_open_files(60):
         assert "bytes as" in hub.fingerprint(data)
+
+
+@pytest.mark.parametrize("num_sequences", [0, 2, 12])
+@pytest.mark.parametrize("bad_rows", ["refuse", "skip"])
+def test_files_of_a_streamed_dataset_are_lanes(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], num_sequences: int, bad_rows: str
+) -> None:
+    validation = {"every_steps": min(num_sequences, 1), "num_sequences": max(num_sequences, 1)}
+    own = {"is_streamed": True, "stream_lanes": 4, "stream_has_worker": False, "bad_rows": bad_rows}
+    loader = open_loader(json_recipe(validation, **own))
+    text = _read_text(loader, 4)
+    state = json.loads(json.dumps(loader.state_dict()))
+    later = _read_text(loader, 4)
+    ranks = [open_loader(json_recipe(validation, **own), rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    steps = ["".join(_read_text(rank, 1) for rank in ranks) for _ in range(4)]
+    assert "".join(steps) == later
+    batches = loader.validation_batches() if num_sequences else ()
+    held_out = "".join(chr(token) for batch in batches for token in batch.tokens_MBN.flatten().tolist())
+    seen = {number for number in range(NUM_ROWS) if f"row {number} " in text + later}
+    reserved = {number for number in range(NUM_ROWS) if f"\0row {number} " in f"\0{held_out}"}
+    assert reserved.isdisjoint(seen) and len(seen) > 20

@@ -14,6 +14,7 @@ from support.chat_templates import TEMPLATES, make_tokenizer, without_marks
 from titan_moe.config import Recipe
 from titan_moe.config.chat import ChatConfig
 from titan_moe.data.bad_rows import BadRowError
+from titan_moe.data.lanes import cut
 from titan_moe.data.loader import Loader
 from titan_moe.data.packing import IGNORE_LABEL
 
@@ -197,3 +198,24 @@ def test_tables_have_the_same_conversations(
         again.load_state_dict(state)
         assert [numbers for numbers, _ in first] == [learned(again)[0] for _ in range(4)]
     assert open_loader(make(**table)).fingerprint() == lines.fingerprint()
+
+
+def test_lanes_pack_conversations_and_resume_on_other_ranks(
+    make: Callable[..., Recipe], open_loader: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut, "MIN_PART_BYTES", 1)
+    recipe = make(is_streamed=True, stream_lanes=8, stream_has_worker=False, shuffle_buffer_sequences=2)
+    loader = open_loader(recipe)
+    numbers = [number for _ in range(4) for number in learned(loader)[0]]
+    assert len(numbers) > 15
+    state = json.loads(json.dumps(loader.state_dict()))
+    ranks = [open_loader(recipe, rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    for _ in range(4):
+        whole, parts = learned(loader), [learned(rank) for rank in ranks]
+        assert [number for part, _ in parts for number in part] == whole[0]
+        assert all(
+            torch.equal(torch.cat(own), tensor)
+            for *own, tensor in zip(*(part for _, part in parts), whole[1], strict=True)
+        )
