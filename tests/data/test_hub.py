@@ -307,7 +307,8 @@ def test_files_of_a_streamed_dataset_are_lanes(
     validation = {"every_steps": min(num_sequences, 1), "num_sequences": max(num_sequences, 1)}
     own = {"is_streamed": True, "stream_lanes": 4, "stream_has_worker": False, "bad_rows": bad_rows}
     loader = open_loader(json_recipe(validation, **own))
-    text = _read_text(loader, 4)
+    sequences = [loader.next_step().tokens_MBN.flatten(0, 1).tolist() for _ in range(4)]
+    text = "|".join("".join(map(chr, sequence)) for step in sequences for sequence in step)
     state = json.loads(json.dumps(loader.state_dict()))
     later = _read_text(loader, 4)
     ranks = [open_loader(json_recipe(validation, **own), rank, 2) for rank in range(2)]
@@ -317,6 +318,6 @@ def test_files_of_a_streamed_dataset_are_lanes(
     assert "".join(steps) == later
     batches = loader.validation_batches() if num_sequences else ()
     held_out = "".join(chr(token) for batch in batches for token in batch.tokens_MBN.flatten().tolist())
-    seen = {number for number in range(NUM_ROWS) if f"row {number} " in text + later}
+    seen = {number for number in range(NUM_ROWS) if f"row {number} " in text}
     reserved = {number for number in range(NUM_ROWS) if f"\0row {number} " in f"\0{held_out}"}
-    assert reserved.isdisjoint(seen) and len(seen) > 20
+    assert reserved.isdisjoint(seen) and len(seen) > 10
