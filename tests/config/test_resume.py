@@ -103,4 +103,10 @@ def test_a_checkpoint_from_before_a_field_had_what_was_done_then() -> None:
     del saved["data.split_special_tokens"]
     after = replace(Recipe(), data=replace(Recipe().data, split_special_tokens=False))
     assert compare(saved, after).logged == []
+    del saved["data.stream_lanes"]
+    assert compare(saved, after).refused == []
+    saved["data.is_streamed"] = True
+    streamed = replace(after, data=replace(after.data, is_streamed=True))
+    assert compare(saved, streamed).refused == ["data.stream_lanes = 256 (was 0)"]
+    assert compare(saved, replace(streamed, data=replace(streamed.data, stream_lanes=0))).refused == []
     assert compare(saved, Recipe()).logged == ["data.split_special_tokens = true (was false)"]

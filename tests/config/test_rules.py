@@ -488,7 +488,6 @@ BROKEN = {
         "--data.chat.train_on=all",
         'data.chat.train_on = "all" belongs to data.format = "chat"',
     ),
-    "lanes_are_of_streams": ("--data.stream_lanes=4", "data.stream_lanes = 4 divides a stream, but data.is_streamed"),
     "streams_hold_out_no_share": (
         "--data.source=datasets --data.is_streamed=true",
         "data.holdout_fraction = 0.1 cannot be taken",

@@ -14,10 +14,12 @@ from titan_moe.data.loader import Loader, build_loader
 
 @pytest.fixture
 def make_recipe() -> Callable[..., Recipe]:
-    """Make a recipe of 8 sequences of 16 tokens a step from overrides such as `data={"source": "text"}`."""
+    """Make a recipe of 8 sequences of 16 tokens a step from overrides such as `data={"source": "text"}`. Streams are
+    whole unless they have lanes."""
 
     def make(**sections: dict[str, Any]) -> Recipe:
         train = {"seq_len_tokens": 16, "global_batch_sequences": 8, "micro_batch_sequences": 2}
+        sections = {**sections, "data": {"stream_lanes": 0, **sections.get("data", {})}}
         sections = {**sections, "train": {**train, **sections.get("train", {})}}
         recipe = Recipe()
         changed = {name: dataclasses.replace(getattr(recipe, name), **fields) for name, fields in sections.items()}

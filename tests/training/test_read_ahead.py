@@ -142,6 +142,7 @@ def test_broken_json_line_late_in_a_stream_saves_and_is_repaired(
     for name, some in (("a", lines[:30]), ("b", lines[30:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(some))
     data = ("--data.source=datasets", "--data.path=json", f"--data.files={tmp_path}/*.jsonl", "--data.is_streamed=true")
+    data = (*data, "--data.stream_lanes=0")
     run, straight = (tiny("--train.steps=20", "--model.vocab_size=256", *data) for _ in range(2))
     assert straight.train() == 0
     good = (tmp_path / "b.jsonl").read_text()

@@ -222,6 +222,7 @@ def test_trainer_on_a_stream_validates_samples_and_resumes(
 ) -> None:
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of the process that reads the stream
     lines = (json.dumps({"text": f"document {number}: " + "abc " * (number % 7 + 9)}) for number in range(60))
     (tmp_path / "documents.jsonl").write_text("\n".join(lines))
     files = ("--data.path=json", f"--data.files={tmp_path}/*.jsonl", "--data.is_streamed=true")

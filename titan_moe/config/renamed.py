@@ -350,6 +350,8 @@ def values_before(fields: Mapping[str, Any]) -> dict[str, Any]:
     `fields` are all those of the run, by dotted key.
     """
     values: dict[str, Any] = {"data.split_special_tokens": False}
+    if fields.get("data.is_streamed"):
+        values["data.stream_lanes"] = 0
     if fields.get("model.attention.kind") == "mla" and "model.norm_eps" in fields:
         values["model.attention.latent_norm_eps"] = fields["model.norm_eps"]
     return {dotted: value for dotted, value in values.items() if dotted not in fields}

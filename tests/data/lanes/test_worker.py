@@ -45,7 +45,7 @@ def test_worker_gives_the_same_samples_and_its_end_is_noticed(
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"that reads data for this rank has ended with signal SIGKILL"):
-        for _ in range(3):
+        for _ in range(1000):  # more than lie in the pipe
             beside.read_ahead()
     state = beside.state_dict()
     assert state == alone.state_dict(), "that of the last step"

@@ -99,12 +99,6 @@ SOURCE_RULES = [
     conversations_are_kept_apart,
 ]
 """What a source needs, which holds for each source of a mixture too."""
-lanes_are_of_streams = row(
-    "what is tokenised first is read by sequences, not by lanes",
-    lambda r: r.data.stream_lanes > 0 and not r.data.streams,
-    "{data.stream_lanes} divides a stream, but {data.is_streamed}",
-    "data.stream_lanes",
-)
 streams_hold_out_no_share = row(
     "the length of a stream is unknown, so no fraction of it can be held out",
     lambda r: r.data.streams and r.data.holdout_fraction > 0,
