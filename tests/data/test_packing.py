@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from titan_moe.data.packing import IGNORE_LABEL, Sample, pack
+from titan_moe.data.packing import IGNORE_LABEL, pack
+from titan_moe.data.sample import Sample
 
 
 def _sample(first: int, document_ids: list[int]) -> Sample:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.samples import EpochSamples
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.checked_file import CheckedFile, CheckedTokenFile, CheckedWriter, DamagedFileError
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.token_file import TokenFile
 
 TOKENS_FILE = "tokens.bin"

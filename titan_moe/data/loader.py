@@ -15,7 +15,8 @@ from torch import Tensor
 from titan_moe.config import Recipe
 from titan_moe.config.context import WHOLE_SEQUENCES, SequenceShard
 from titan_moe.data.cache import Cache, folder_of
-from titan_moe.data.packing import IGNORE_LABEL, Batch, Sample, pack
+from titan_moe.data.packing import IGNORE_LABEL, Batch, pack
+from titan_moe.data.sample import Sample
 from titan_moe.data.sources import Source, open_source
 from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.samples import Samples
 
 KEY = "mixture"

@@ -1,4 +1,4 @@
-"""Samples of N + 1 tokens, and the batches that are packed from them.
+"""The batches that are packed from samples.
 
 Shapes: M microbatches · B sequences · N tokens of a sequence.
 """
@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.context import SequenceShard
+from titan_moe.data.sample import Sample
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
-
-
-class Sample(NamedTuple):
-    """One sequence and the token after it. All tokens but the last are inputs, all but the first are labels."""
-
-    tokens: np.ndarray  # int64 [N + 1]
-    document_ids: np.ndarray  # int32 [N + 1], the document of each token, starting at 0
-    is_bad: bool = False
-    """Whether nothing is learned from it: its labels are IGNORE_LABEL."""
-    is_learned: np.ndarray | None = None  # bool [N + 1]
-    """The tokens that are labels; None for all."""
 
 
 class Batch(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from titan_moe.data.hashing import derive_key, hash_counters, permute
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 
 _ORDER = 1  # hashed with the seed: other uses of the same seed draw other numbers
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.samples import Samples
 from titan_moe.data.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from math import gcd
 import numpy as np
 
 from titan_moe.data.hashing import derive_key, hash_counters
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.samples import Samples
 
 _RULES, _TRAINING, _VALIDATION = 2, 3, 4

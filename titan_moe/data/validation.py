@@ -9,7 +9,7 @@ from titan_moe.config import Recipe
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache
 from titan_moe.data.corpora import open_divided
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.samples import IndexedSamples
 from titan_moe.data.tokenizer import Tokenizer
 

@@ -43,6 +43,8 @@ def test_worker_gives_the_same_samples_and_its_end_is_noticed(
     assert alone.epoch == beside.epoch
     process = _worker(beside)._process
     assert process is not None
+    if (maps := Path(f"/proc/{process.pid}/maps")).exists():
+        assert "libtorch" not in maps.read_text(), "it starts in a moment, and is small"
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"that reads data for this rank has ended with signal SIGKILL"):
         for _ in range(1000):  # more than lie in the pipe

@@ -11,7 +11,7 @@ from titan_moe.data.chat.encoder import DTYPE, Counts
 from titan_moe.data.chat.whole import WINDOW_SEQUENCES, assign, fill, windows
 from titan_moe.data.checked_file import CheckedFile, CheckedWriter
 from titan_moe.data.corpus import Corpus, open_corpus, write_corpus
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 
 COUNTS_FILE = "counts.json"
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from titan_moe.data.chat.whole import WINDOW_SEQUENCES, assign, fill
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.samples import Samples
 from titan_moe.data.stream import Documents, OpenDocuments
 

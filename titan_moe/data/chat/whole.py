@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 
 WINDOW_SEQUENCES = 64
 """Conversations of so many sequences are packed together: little is left of each, and a stream is read only so far

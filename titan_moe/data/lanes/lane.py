@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from titan_moe.data.hashing import derive_key, permute
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 
 _ORDER = 5  # hashed with the seed: other uses of the same seed draw other numbers
 

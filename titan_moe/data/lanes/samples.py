@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from titan_moe.data.lanes.lane import Lane
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.samples import Samples
 
 

@@ -17,7 +17,7 @@ from titan_moe.config import Recipe
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.lanes.samples import LaneSamples
 from titan_moe.data.lanes.source import open_lanes
-from titan_moe.data.packing import Sample
+from titan_moe.data.sample import Sample
 from titan_moe.data.samples import Samples
 from titan_moe.data.tokenizer import build_tokenizer
 
