@@ -231,7 +231,7 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
     if data.stream_lanes > 0:
         training = open_lanes(recipe, tokenizer, bad_rows, num_reserved)
         fewer = (
-            "" if training.num_lanes == data.stream_lanes else "; with more ranks than lanes, some read the same ones"
+            "" if training.num_lanes == data.stream_lanes else "; ranks beyond them read the same ones"
         )
         logger.info("data.stream_lanes = %d: the stream has %d%s", data.stream_lanes, training.num_lanes, fewer)
         if data.stream_has_worker:
