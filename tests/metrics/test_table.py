@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from titan_moe.config import Recipe
+from titan_moe.config.mixture import MixtureSource
 from titan_moe.metrics.table import METRICS, measured, record_of, words_of
 
 KNOWN = {metric.name: 1.0 for metric in METRICS} | {
@@ -27,6 +28,9 @@ def test_records_have_what_is_known_of_a_recipe() -> None:
     skipping = replace(recipe, data=replace(recipe.data, bad_rows="skip"))
     assert "bad_rows" in record_of(7, KNOWN, skipping)
     assert "epoch" in record_of(7, KNOWN, replace(recipe, data=replace(recipe.data, source="text")))
+    mixed = replace(recipe.data, source="mixture", mixture=(MixtureSource("a.txt"), MixtureSource("b.txt")))
+    epochs = {"epoch": None, "epoch/a": 0.5, "epoch/b": 1.5}
+    assert record_of(7, epochs, replace(recipe, data=mixed)) == {"step": 7, "epoch/a": 0.5, "epoch/b": 1.5}
     assert [metric.name for metric in measured(recipe)] == ["loss", "aux_loss", "has_overflowed", "needed_factor"]
 
 

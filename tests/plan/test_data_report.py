@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import Recipe
+from titan_moe.config.mixture import MixtureSource
 from titan_moe.config.schema import Table
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.count import count_parameters
@@ -67,3 +68,14 @@ def test_data_of_validation_is_listed(tmp_path: Path) -> None:
     assert lines[2:] == [
         f"validation: text: 1 file of {tmp_path}/a.txt, 1 kB, some 1,001 tokens", "validation code: datasets: x/z"
     ]  # fmt: skip
+
+
+def test_sources_of_a_mixture_are_listed_with_their_shares(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 1000)
+    mixture = (MixtureSource(f"{tmp_path}/a.txt", 3.0), MixtureSource("owner/name"))
+    assert _lines({"source": "mixture", "mixture": mixture})[1:] == [
+        f"a: share 0.75; text: 1 file of {tmp_path}/a.txt, 1 kB, some 1,001 tokens",
+        "name: share 0.25; datasets: owner/name",
+    ]
+    by_size = _lines({"source": "mixture", "mixture": mixture[1:], "mixture_temperature": 2.0})
+    assert by_size[1] == "name: a share of its tokens to the power of 0.5; datasets: owner/name"

@@ -230,9 +230,7 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
     training: Samples = open_samples(recipe.train.seq_len_tokens, num_reserved)
     if data.stream_lanes > 0:
         training = open_lanes(recipe, tokenizer, bad_rows, num_reserved)
-        fewer = (
-            "" if training.num_lanes == data.stream_lanes else "; ranks beyond them read the same ones"
-        )
+        fewer = "" if training.num_lanes == data.stream_lanes else "; ranks beyond them read the same ones"
         logger.info("data.stream_lanes = %d: the stream has %d%s", data.stream_lanes, training.num_lanes, fewer)
         if data.stream_has_worker:
             training = WorkerSamples(recipe, num_reserved, training, bad_rows)
