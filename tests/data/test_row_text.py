@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.files_of_rows import ALL_ENDINGS, write_rows
@@ -10,6 +11,7 @@ from titan_moe.config.data_files import kind_of_name
 from titan_moe.config.train import DataConfig
 from titan_moe.data.bad_rows import BadRowError, BadRows
 from titan_moe.data.row_text import RowTexts, choose_column
+from titan_moe.data.rows import columns_of
 
 TEXTS = ["one", "", "two", "three"]
 
@@ -36,16 +38,46 @@ def test_column_of_text_is_found_or_asked_for(tmp_path: Path, ending: str) -> No
 @pytest.mark.parametrize(
     ("columns", "found"),
     [
-        ({"text": True, "content": True, "c": True}, "text"),
-        ({"a": True, "content": True, "c": True}, "content"),
-        ({"content": False, "c": True}, "c"),
-        ({"text": False, "c": True}, "text"),  # it is there, and its rows are refused by their type
+        ({"text": "text", "content": "text", "c": "text"}, "text"),
+        ({"text": "text", "messages": "records"}, "text"),
+        ({"a": "text", "content": "text", "c": "text"}, "content"),
+        ({"content": "text", "spans": "records"}, "content"),
+        ({"content": "other", "c": "text"}, "c"),
+        ({"text": "other", "c": "text"}, "text"),  # it is there, and its rows are refused by their type
     ],
 )
-def test_column_is_the_one_of_the_usual_names_or_the_only_one(columns: dict[str, bool], found: str) -> None:
+def test_column_is_the_one_of_the_usual_names_or_the_only_one(columns: dict[str, Any], found: str) -> None:
     assert choose_column("text", columns, "a file") == found
     with pytest.raises(ValueError, match="columns are 'a', and none of them has strings: set data.text_column"):
-        choose_column("text", {"a": False}, "a file")
+        choose_column("text", {"a": "other"}, "a file")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".arrow"])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"id": "a", "conversations": [{"from": "human"}]},
+            """conversations in 'conversations': set data.format = "ch""",
+        ),
+        ({"id": "a", "messages": '[{"role": "user"}]'}, "conversations in 'messages'"),
+        ({"prompt": "a", "completion": "b"}, "conversations in 'prompt' and 'completion'"),
+        ({"version": "1.0", "data": [{"text": "a"}]}, "'data' has lists of objects: set data.text_column to"),
+    ],
+)
+def test_names_of_conversations_and_of_lists_are_no_text(tmp_path: Path, ending: str, row: dict, words: str) -> None:
+    file = write_rows(tmp_path / f"a{ending}", [row])
+    with pytest.raises(ValueError, match=words):
+        _read(file)
+    assert _read(file, text_column=next(iter(row))) == [next(iter(row.values()))]
+
+
+def test_column_that_the_first_row_lacks_is_found(tmp_path: Path) -> None:
+    rows = [{"title": "a"}, {"title": "b", "text": None}, {"title": "c", "text": "d"}]
+    assert columns_of(write_rows(tmp_path / "a.jsonl", rows), "json") == {"title": "text", "text": "text"}
+    with pytest.raises(BadRowError, match="line 1, has no text in the column 'text'"):
+        _read(tmp_path / "a.jsonl")
+    assert _read(tmp_path / "a.jsonl", BadRows("skip")) == ["", "d"]
 
 
 def test_pass_goes_on_at_any_document(tmp_path: Path) -> None:

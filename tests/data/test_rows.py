@@ -25,7 +25,7 @@ def test_rows_of_every_ending_are_read_from_any_place(tmp_path: Path, ending: st
         for name, some in (("a", ROWS[:9]), ("b", ROWS[9:10]), ("c", ROWS[10:]))
     ]
     kind = kind_of_name(files[0].name)
-    assert columns_of(files[0], kind) == {"text": True, "number": False}
+    assert columns_of(files[0], kind) == {"text": "text", "number": "other"}
     rows, shares = Rows(files, kind), []
     for number in range(len(ROWS) + 1):
         shares.append(rows.share)

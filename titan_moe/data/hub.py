@@ -16,6 +16,7 @@ from titan_moe.data.content import describe_files
 from titan_moe.data.corpus import Corpus
 from titan_moe.data.file_kinds import PARQUET, kind_of, read_head
 from titan_moe.data.row_text import choose_column
+from titan_moe.data.rows import holds_of_type
 from titan_moe.data.text import first_line_not_utf8, rows_of_json
 from titan_moe.data.token_file import OpenFiles, TokenFile
 
@@ -184,9 +185,7 @@ def _with_column(data: DataConfig, dataset: Any) -> DataConfig:
     """With the column of text, where the dataset tells its columns before its rows."""
     if not dataset.features:
         return data
-    columns = {
-        name: getattr(kind, "dtype", "") in ("string", "large_string") for name, kind in dataset.features.items()
-    }
+    columns = {field.name: holds_of_type(str(field.type)) for field in dataset.features.arrow_schema}
     return replace(data, text_column=choose_column(data.text_column, columns, f"data.path = {data.path!r}"))
 
 

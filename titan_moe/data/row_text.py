@@ -8,12 +8,14 @@ from typing import Any
 from titan_moe.config.train import DataConfig
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.json_lines import Convert
-from titan_moe.data.rows import Rows, columns_of
+from titan_moe.data.rows import Holds, Rows, columns_of
 
 PLACE = "rows"
 """Key of a place of this reader, which is one of `Rows`."""
 NAMES = ("text", "content")
 """Names of a column of text that need not be said. The first is the default of `data.text_column`."""
+CONVERSATIONS = (("messages",), ("conversations",), ("prompt", "completion"))
+"""Columns of rows that are conversations."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +91,9 @@ def column_of_files(data: DataConfig, files: list[Path], kind: str) -> str:
     return data.text_column
 
 
-def choose_column(wanted: str, columns: Mapping[str, bool], where: str) -> str:
-    """The column of text among `columns`, which are name -> whether it has strings. It is `wanted`, or, where that is
-    the default, `content`, or the only one that has strings.
+def choose_column(wanted: str, columns: Mapping[str, Holds], where: str) -> str:
+    """The column of text among `columns`. It is `wanted`, or, where that is the default, `content`, or the only one
+    that has strings. Beside conversations or other lists of objects none is taken: it may be their id.
 
     Raises: ValueError with the columns.
     """
@@ -100,8 +102,20 @@ def choose_column(wanted: str, columns: Mapping[str, bool], where: str) -> str:
     names = ", ".join(map(repr, columns))
     if wanted != NAMES[0]:
         raise ValueError(f"data.text_column = {wanted!r} is not a column of {where}; its columns are {names}")
-    strings = [name for name, has_strings in columns.items() if has_strings]
+    if chat := next((keys for keys in CONVERSATIONS if columns.keys() >= {*keys}), ()):
+        raise ValueError(
+            f"data.text_column = {wanted!r} is not a column of {where}; its columns are {names}, and it has "
+            f'conversations in {" and ".join(map(repr, chat))}: set data.format = "chat", or data.text_column to the '
+            "one with the text"
+        )
+    strings = [name for name, holds in columns.items() if holds == "text"]
+    records = next((name for name, holds in columns.items() if holds == "records"), "")
     found = next((name for name in NAMES if name in strings), strings[0] if len(strings) == 1 else "")
+    if found and records and found not in NAMES:
+        raise ValueError(
+            f"data.text_column = {wanted!r} is not a column of {where}; its columns are {names}, and {records!r} has "
+            "lists of objects: set data.text_column to the one with the text, or give a record of that list a line"
+        )
     if not found:
         which = f"{len(strings)} of them have strings" if strings else "none of them has strings"
         raise ValueError(

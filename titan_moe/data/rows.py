@@ -6,11 +6,12 @@ A row is a dict of its columns. What makes a document of it is not known here: t
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from titan_moe.config.data_files import LINE_ENDINGS, ending_of
 from titan_moe.data.file_kinds import HEAD_BYTES, kind_of
@@ -19,6 +20,8 @@ from titan_moe.data.opened import OpenedFile, read_whole
 BATCH_ROWS = 1024
 FIRST_ROWS = 100
 """Of a file, among which one tells the columns of JSON."""
+Holds = Literal["text", "records", "other"]
+"""What a column has: strings, lists of objects, or anything else."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -237,29 +240,42 @@ _READERS: dict[str, Any] = {"json": _open_json, "parquet": _open_parquet, "arrow
 """Kind of file -> opens one at a place."""
 
 
-def columns_of(file: Path, kind: str) -> dict[str, bool]:
-    """The columns of a file, and whether each has strings; of JSON those of its first good row. Empty without one."""
+def columns_of(file: Path, kind: str) -> dict[str, Holds]:
+    """The columns of a file, and what each holds; of JSON those of its first rows. Empty without a good one."""
     if kind == "json":
-        rows = Rows([file], kind)
-        for row in islice(iter(rows.next, None), FIRST_ROWS):
-            if isinstance(row.value, dict):
-                return {name: isinstance(entry, str) for name, entry in row.value.items()}
-        return {}
+        columns: dict[str, Holds] = {}
+        for row in islice(iter(Rows([file], kind).next, None), FIRST_ROWS):
+            for name, entry in row.value.items() if isinstance(row.value, dict) else ():
+                if columns.get(name, "other") == "other":
+                    columns[name] = _holds(entry)
+        return columns
     if kind == "parquet":
         parquet = _pyarrow(file, "parquet")
         with suppress(OSError, ValueError):  # the reader says why
-            return _strings(parquet.ParquetFile(_source(file)).schema_arrow)
+            return _holds_of_schema(parquet.ParquetFile(_source(file)).schema_arrow)
         return {}
     ipc, source = _pyarrow(file, "ipc"), _source(file)
     for open_ in (ipc.open_file, ipc.open_stream):
         with suppress(OSError, ValueError):
             source.seek(0)
-            return _strings(open_(source).schema)
+            return _holds_of_schema(open_(source).schema)
     return {}
 
 
-def _strings(schema: Any) -> dict[str, bool]:
-    return {field.name: str(field.type) in ("string", "large_string", "string_view") for field in schema}
+def _holds(entry: Any) -> Holds:
+    """What an entry of JSON is."""
+    is_records = isinstance(entry, list) and entry and isinstance(entry[0], dict)
+    return "text" if isinstance(entry, str) else "records" if is_records else "other"
+
+
+def _holds_of_schema(schema: Any) -> dict[str, Holds]:
+    return {field.name: holds_of_type(str(field.type)) for field in schema}
+
+
+def holds_of_type(type_: str) -> Holds:
+    """What a column of a type of Arrow holds, by its name."""
+    is_records = re.match(r"(large_|fixed_size_)?list(_view)?<\w+: struct<", type_)
+    return "text" if type_ in ("string", "large_string", "string_view") else "records" if is_records else "other"
 
 
 def _source(file: Path) -> Any:
