@@ -81,6 +81,18 @@ def test_answers_are_those_of_transformers(templates: tuple[Any, ...]) -> None:
             assert sum(found(template, chat, answers=way, train_on="all")[1]) == len(ids)
 
 
+def test_an_answer_to_nothing_is_learned_without_what_a_template_writes_before_it(templates: tuple[Any, ...]) -> None:
+    name, reference, marked, plain = templates
+    chat = Conversation([{"role": "assistant", "content": "hello"}, *SHORT])
+    if name == "[INST], as Mistral":
+        with pytest.raises(RecordError, match="must take turns"):
+            found(plain, chat, answers="prefixes")
+        return
+    ids, marks = expected(reference, chat.messages)
+    assert texts(reference, ids, marks)[0] == f"hello{ENDS[name]}"
+    assert found(marked, chat) == found(plain, chat, answers="prefixes") == (ids, marks)
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[Any, ChatTemplate]]:
     """Make transformers' tokenizer and ours of a template."""
@@ -138,6 +150,12 @@ def test_completions_are_learned_and_prompts_are_not(make: Callable[..., Any]) -
     assert texts(reference, *found(ours, chat, answers="prefixes")) == answers
     texts_only = read_conversation({"prompt": "what?", "completion": "that"})
     assert texts(reference, *found(ours, texts_only)) == ["that<|im_end|>"]
+
+
+def test_an_answer_to_nothing_without_a_prompt_for_it_is_refused(make: Callable[..., Any]) -> None:
+    _, ours = make("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(RecordError, match="begins with an answer, and the prompt for one is not found"):
+        found(ours, Conversation([SHORT[1], *SHORT]), answers="prefixes")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ def _overlap(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np
 def _span(template: ChatTemplate, conversation: Conversation, text: str, number: int) -> tuple[int, int]:
     """The characters of an answer, without white space of the template behind its last control token: a model stops
     before it."""
-    start = _prefix(template, conversation, text, number, has_prompt=True)
+    if number == 0:
+        start = _start_of_first(template, conversation, text)
+    else:
+        start = _prefix(template, conversation, text, number, has_prompt=True)
     end = _prefix(template, conversation, text, number + 1)
     answer = text[start:end].rstrip()
     return start, start + len(answer) if answer.endswith(template.control_tokens) else end
@@ -62,7 +65,7 @@ def _prefix(
     """The number of characters of the first messages, with which the whole text must begin."""
     if num_messages == len(conversation.messages):
         return len(text)
-    prefix = template.text(conversation, num_messages, has_prompt) if num_messages else ""
+    prefix = template.text(conversation, num_messages, has_prompt)
     if not text.startswith(prefix):
         same = len(commonprefix([text, prefix]))
         prompt = " with the prompt for an answer" if has_prompt else ""
@@ -72,6 +75,20 @@ def _prefix(
             'template with generation blocks for data.chat.answers = "template", or data.chat.train_on = "last_answer"'
         )
     return len(prefix)
+
+
+def _start_of_first(template: ChatTemplate, conversation: Conversation, text: str) -> int:
+    """The character at which an answer starts that no message precedes. A template may write a system prompt before it,
+    and renders no prompt for an answer to nothing, so it is looked for as it follows a user's message."""
+    asked = conversation._replace(messages=[{"role": "user", "content": "?"}])
+    before, prompted = template.text(asked, 1), template.text(asked, 1, has_prompt=True)
+    prompt = prompted.removeprefix(before)
+    if prompt in ("", prompted) or prompt not in text:
+        raise RecordError(
+            "begins with an answer, and the prompt for one is not found before it; take a template with generation "
+            'blocks for data.chat.answers = "template", or begin the conversation with a message of the user'
+        )
+    return text.index(prompt) + len(prompt)
 
 
 def _shown(text: str) -> str:
