@@ -33,16 +33,50 @@ def _make(folder: Path, *names: str) -> None:
 
 def test_folder_has_its_files_at_any_depth_without_hidden_ones_and_side_files(tmp_path: Path) -> None:
     _make(tmp_path, "b.arrow", "a/c.arrow", ".cache/x.txt", ".DS_Store", "state.json", "dataset_info.json")
-    kind, files = find(str(tmp_path), "data.path")
+    kind, files, _ = find(str(tmp_path), "data.path")
     assert (kind, [str(file.relative_to(tmp_path)) for file in files]) == ("arrow", ["a/c.arrow", "b.arrow"])
     assert find(f"{tmp_path}/*.arrow", "data.path").files == [tmp_path / "b.arrow"]
     assert find(f"{tmp_path}/b.arrow", "data.path").files == [tmp_path / "b.arrow"]
 
 
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (
+            (
+                "dataset_dict.json",
+                "train/data-00000-of-00001.arrow",
+                "test/a.arrow",
+                "test/state.json",
+                "extra/b.arrow",
+            ),
+            {"train": [1], "test": [2], "extra": [4]},
+        ),
+        (("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"), {"train": [0], "test": [1]}),
+        (("train_sft-00000-of-00001.parquet", "test-00000-of-00001.parquet"), {"train_sft": [0], "test": [1]}),
+        (("train.jsonl", "valid.jsonl", "dev/a.jsonl"), {"train": [0], "validation": [1, 2]}),
+        (("test-a.txt", "test.txt"), {"train": [0, 1], "test": [0, 1]}),  # one split alone is all there is
+        (("train.txt", "tests.txt", "test.txt"), {"train": [0, 1, 2], "test": [0, 1, 2]}),
+        (("wiki-00000-of-00001.parquet", "books-00000-of-00001.parquet"), {"train": [0, 1]}),
+    ],
+)
+def test_folder_of_several_splits_has_the_files_of_one(tmp_path: Path, names: tuple[str, ...], splits: dict) -> None:
+    _make(tmp_path, *names)
+    for split, numbers in splits.items():
+        files = find(str(tmp_path), "data.path", split).files
+        assert sorted(files) == sorted(tmp_path / names[number] for number in numbers)
+
+
+def test_folder_without_the_split_is_refused(tmp_path: Path) -> None:
+    _make(tmp_path, "train_gen-00000-of-00001.parquet", "train_sft-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match="the splits train_gen, train_sft, and data.split = 'train'; set data.split"):
+        find(str(tmp_path), "data.path")
+
+
 def test_folder_of_token_files_has_their_indexes_too(tmp_path: Path) -> None:
     _make(tmp_path, "a.bin", "a.idx")
     for path in (str(tmp_path), f"{tmp_path}/*"):
-        assert find(path, "data.path") == ("tokens", [tmp_path / "a.bin"])
+        assert find(path, "data.path")[:2] == ("tokens", [tmp_path / "a.bin"])
 
 
 def test_glob_of_other_endings_is_text_and_a_folder_with_them_is_refused(tmp_path: Path) -> None:
@@ -85,7 +119,7 @@ def test_path_that_names_nothing_to_read(tmp_path: Path, path: str, error: type[
 
 def test_hub_name_is_no_folder_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert find("owner/name", "data.path") == ("datasets", [])
+    assert find("owner/name", "data.path")[:2] == ("datasets", [])
     _make(tmp_path, "owner/name/a.jsonl")
-    assert find("owner/name", "data.path") == ("json", [Path("owner/name/a.jsonl")])
-    assert find("python-stdlib", "data.path") == ("text", [])
+    assert find("owner/name", "data.path")[:2] == ("json", [Path("owner/name/a.jsonl")])
+    assert find("python-stdlib", "data.path")[:2] == ("text", [])

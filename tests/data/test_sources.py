@@ -137,6 +137,8 @@ def test_text_needs_a_tokenizer_also_where_its_folder_does_not_say_it(
         open_loader(auto(tmp_path, tokenizer=""))
     with pytest.raises(ValueError, match="data.subset = 'en' is of a hub name, but .* names files"):
         open_loader(auto(tmp_path, subset="en"))
+    with pytest.raises(ValueError, match="data.split = 'test' is of a hub name or of a folder with splits, but data.p"):
+        open_loader(auto(tmp_path, split="test"))
 
 
 def test_text_and_token_files_are_not_streamed(

@@ -43,6 +43,22 @@ def test_each_set_has_its_data_and_nothing_is_taken_from_training(
     assert _text(loader, "code") == {"c"}, "again the same"
 
 
+def test_split_of_validation_is_that_of_a_folder_with_splits(
+    make: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    (tmp_path / "both").mkdir()
+    for split in ("train", "validation", "test"):
+        (tmp_path / "both" / f"{split}.txt").write_text(split[0] * 100)
+    whole = {"path": f"{tmp_path}/both", "sets": Table(code=f"{tmp_path}/code.py")}
+    for fields, letter in (({}, "v"), ({"split": "test"}, "t")):
+        sets = Table() if fields else whole["sets"]  # a named split is of every path
+        loader = open_loader(make({**whole, "sets": sets, **fields}, path=f"{tmp_path}/both"))
+        assert _text(loader, "") == {letter}
+        assert loader.state_dict()["samples_per_epoch"] == 100 // 16
+    with pytest.raises(ValueError, match="^validation.split = 'test' is of a hub name .*, but validation.sets.code = "):
+        open_loader(make({"sets": whole["sets"], "split": "test"}))
+
+
 def test_sets_without_other_data_give_the_prompt(
     make: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
 ) -> None:

@@ -68,6 +68,9 @@ def test_data_of_validation_is_listed(tmp_path: Path) -> None:
     assert lines[2:] == [
         f"validation: text: 1 file of {tmp_path}/a.txt, 1 kB, some 1,001 tokens", "validation code: datasets: x/z"
     ]  # fmt: skip
+    lines = _lines({"source": "auto", "path": "x/y"}, path="gone/a.txt", sets=Table(code="gone/b.txt"))
+    assert "here: validation.path = 'gone/a.txt' matches no file" in lines[2]
+    assert "here: validation.sets.code = 'gone/b.txt' matches no file" in lines[3]
 
 
 def test_sources_of_a_mixture_are_listed_with_their_shares(tmp_path: Path) -> None:

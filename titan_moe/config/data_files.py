@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from titan_moe.config.data_splits import DICT_FILE, of_split
+
 STANDARD_LIBRARY = "python-stdlib"
 COMPRESSED = (".gz", ".zst")
 """Endings behind another one, of files that are decompressed as they are read."""
@@ -29,7 +31,7 @@ LINE_ENDINGS = (".jsonl", ".ndjson")
 TABLES = {".csv": "csv", ".tsv": "csv"}
 """Ending -> the `data.path` with which `datasets` reads it."""
 LISTED_ENDINGS = ".txt, .jsonl, .json, .parquet, .arrow, these with .gz or .zst, .bin and .npy"
-SIDE_FILES = {"dataset_info.json", "dataset_dict.json", "state.json"}
+SIDE_FILES = {"dataset_info.json", DICT_FILE, "state.json"}
 """What `datasets` writes beside its data in a folder."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NAMED = 3
@@ -41,6 +43,8 @@ class Found(NamedTuple):
     kind: str
     """`text`, one of ROWS, `tokens`, or `datasets` for a hub name."""
     files: list[Path]
+    split: str = ""
+    """The split of a folder that they are; empty if their names say none."""
 
 
 def kind_of_name(name: str) -> str:
@@ -54,8 +58,9 @@ def ending_of(name: str) -> str:
     return os.path.splitext(stem)[1] + last if last in COMPRESSED else last
 
 
-def find(path: str, key: str) -> Found:
+def find(path: str, key: str, split: str = "train") -> Found:
     """Find what `path` of the recipe field `key` names: a file, a glob, a folder with files of one kind, or a hub name.
+    Of a folder with several splits, the files of `split`.
 
     Files of a glob with unknown endings are text, as `**/*.py`; in a folder they are refused, since nothing names them.
 
@@ -65,7 +70,7 @@ def find(path: str, key: str) -> Found:
         return Found("text", [])
     folder = Path(path).expanduser()
     if path and folder.is_dir():
-        return _files_of_folder(folder, key)
+        return _files_of_folder(folder, key, split)
     has_magic = glob.has_magic(path)
     if not has_magic and not folder.exists() and HUB_NAME.fullmatch(path) and not kind_of_name(path):
         return Found("datasets", [])
@@ -96,11 +101,14 @@ def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
     return files
 
 
-def _files_of_folder(folder: Path, key: str) -> Found:
-    """All files below a folder, without hidden ones and the side files of `datasets`."""
+def _files_of_folder(folder: Path, key: str, split: str) -> Found:
+    """All files of a split below a folder, without hidden ones and the side files of `datasets`."""
     inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    names = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
-    kinds = {folder / name: kind_of_name(name.name) for name in names if name.name not in SIDE_FILES}
+    inside = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
+    dicts = [name for name in inside if name.name == DICT_FILE]
+    names = [name for name in inside if name.name not in SIDE_FILES]
+    names, found = of_split(names, dicts, split, key, str(folder))
+    kinds = {folder / name: kind_of_name(name.name) for name in names}
     kinds = _without_indexes(kinds)
     if not kinds:
         raise FileNotFoundError(f"{key} = {str(folder)!r} is a folder without files; give one with {LISTED_ENDINGS}")
@@ -110,7 +118,7 @@ def _files_of_folder(folder: Path, key: str) -> Found:
             f"{LISTED_ENDINGS}; remove the others, or give a glob such as '{folder}/**/*{_a_known_ending(kinds)}'"
         )
     _check_readable(list(kinds), key)
-    return Found(_one_kind(kinds, key, str(folder)), list(kinds))
+    return Found(_one_kind(kinds, key, str(folder)), list(kinds), found)
 
 
 def _without_indexes(kinds: dict[Path, str]) -> dict[Path, str]:

@@ -139,7 +139,7 @@ class DataConfig:
     `tokens`: Flat binary files of token ids.
     `mixture`: Those of `mixture`, each with its share of the sequences."""
     format: Literal["text", "chat"] = "text"
-    """What a row of the source `datasets` is.
+    """What a row is.
     `text`: A document, in the column `text_column`.
     `chat`: A conversation, of which the answers are learned (`data.chat`). It needs the package `transformers`."""
     path: str = ""
@@ -150,7 +150,7 @@ class DataConfig:
     files: str = ""
     """Source `datasets`: glob of local data files, if `path` is a file type."""
     subset: str = ""
-    """Source `datasets`: configuration name."""
+    """Configuration name of a hub name or of the source `datasets`."""
     mixture: tuple[MixtureSource, ...] = ()
     """Source `mixture`: a table `[[data.mixture]]` for each source, with `path` and `weight`. After any number of
     sequences, each source has given its share of them to within one. A source is read again when all of it is read.
@@ -161,7 +161,8 @@ class DataConfig:
     `weight`. With 1 all sources are read equally often, with larger numbers small ones more often: mBERT has 1.43,
     XLM-R 3.33 (arXiv:1911.02116). 0 leaves the shares to the weights."""
     split: str = "train"
-    """Source `datasets`: split."""
+    """Split of a hub name, or of a folder whose files belong to several: folders or files named `train`, `test-*` and so
+    on, as on the hub, or those of `save_to_disk`."""
     text_column: str = "text"
     """Column with the text, of rows. Where the default is not there, `content` or the only column of strings is taken,
     and the log says so."""
@@ -244,7 +245,7 @@ class ValidationConfig:
     source: Literal["auto", "text", "datasets", "tokens"] = "auto"
     """How `path` and `sets` are read: as `data.source` says. Tokenizer and column of text are those of `[data]`."""
     split: str = "validation"
-    """Split of a hub name in `path` or `sets`."""
+    """Split of hub names and of folders with several splits in `path` and `sets`."""
     sets: Table = Table()
     """Further data by names of yours: `code = "code/*.jsonl"` in `[validation.sets]`, or `--validation.sets.code=...`,
     logs `validation_loss/code`. Where nothing else is held out, `validation_loss` is the mean of theirs."""

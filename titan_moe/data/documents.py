@@ -21,7 +21,7 @@ def resolve(data: DataConfig) -> tuple[DataConfig, Found]:
     """
     if data.source != "auto":
         return data, Found(data.source, [])
-    found = find(data.path, "data.path")
+    found = find(data.path, "data.path", data.split)
     if found.kind != "tokens" and not data.tokenizer:
         raise ValueError(
             f"data.tokenizer = '' is for token ids, but data.path = {data.path!r} has {found.kind}; give 'bytes' or a "
@@ -34,6 +34,11 @@ def resolve(data: DataConfig) -> tuple[DataConfig, Found]:
         )
     if data.subset and found.kind != "datasets":
         raise ValueError(f"data.subset = {data.subset!r} is of a hub name, but data.path = {data.path!r} names files")
+    if data.split not in (DataConfig.split, found.split) and found.kind != "datasets":
+        raise ValueError(
+            f"data.split = {data.split!r} is of a hub name or of a folder with splits, but data.path = {data.path!r} "
+            f"names files{f' of the split {found.split!r}' * bool(found.split)}"
+        )
     if data.is_streamed and found.kind in ("text", "tokens"):
         raise ValueError(
             f"data.is_streamed = true streams rows, but data.path = {data.path!r} has files of {found.kind}; set it to "

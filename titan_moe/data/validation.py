@@ -6,6 +6,8 @@ from itertools import accumulate
 from typing import Any
 
 from titan_moe.config import Recipe
+from titan_moe.config.data_files import find
+from titan_moe.config.train import DataConfig, ValidationConfig
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache
 from titan_moe.data.corpora import open_divided
@@ -49,11 +51,23 @@ def open_validation(
 
 def _open(recipe: Recipe, path: str, key: str, tokenizer: Tokenizer, cache: Cache) -> IndexedSamples:
     """The samples of all data of a path."""
-    own: dict[str, Any] = {"source": recipe.validation.source, "path": path, "split": recipe.validation.split}
+    own: dict[str, Any] = {"source": recipe.validation.source, "path": path}
     data = replace(recipe.data, **own, files="", is_streamed=False, holdout_fraction=0.0)
     try:
+        data = replace(data, split=_split(recipe, path, key))
         return open_divided(replace(recipe, data=data), tokenizer, cache, BadRows(data.bad_rows), 0.0)[1]
     except (ValueError, FileNotFoundError, ImportError) as error:
         words = str(error).replace("data.path", key).replace("data.source", "validation.source")
         words = words.replace("training tokens", "tokens").replace("data.split", "validation.split")
         raise (ImportError if isinstance(error, ImportError) else ValueError)(words) from error
+
+
+def _split(recipe: Recipe, path: str, key: str) -> str:
+    """The split of a path. The default is only of hub names and of folders with splits."""
+    validation = recipe.validation
+    if validation.split != ValidationConfig.split or validation.source == "datasets":
+        return validation.split
+    if validation.source != "auto":
+        return DataConfig.split
+    found = find(path, key, validation.split)
+    return validation.split if found.kind == "datasets" or found.split == validation.split else DataConfig.split

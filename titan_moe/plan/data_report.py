@@ -32,9 +32,12 @@ def describe_data(recipe: Recipe) -> Iterator[str]:
     if recipe.data.source != "mixture":
         yield _source(recipe)
     yield from _mixture(recipe)
-    for name, path in {"": recipe.validation.path, **recipe.validation.sets}.items():
+    validation = recipe.validation
+    for name, path in {"": validation.path, **validation.sets}.items():
         if path:
-            yield f"validation{f' {name}' if name else ''}: {_files(recipe, recipe.validation.source, path)}"
+            key = f"validation.sets.{name}" if name else "validation.path"
+            files = _files(recipe, validation.source, path, key, validation.split)
+            yield f"validation{f' {name}' if name else ''}: {files}"
 
 
 def _mixture(recipe: Recipe) -> Iterator[str]:
@@ -52,18 +55,20 @@ def _source(recipe: Recipe) -> str:
     d = recipe.data
     held_out = f"; {d.holdout_fraction:g} of the documents held out" if d.holdout_fraction else ""
     streamed = ", streamed" if d.streams else ""
-    return f"{_files(recipe, d.source, d.files or d.path)}{streamed}{held_out}"
+    files = _files(recipe, d.source, d.files or d.path, "data.files" if d.files else "data.path", d.split)
+    return f"{files}{streamed}{held_out}"
 
 
-def _files(recipe: Recipe, source: str, path: str) -> str:
-    """What a path names, with the number of tokens where it can be told from the size of the files."""
-    if path == STANDARD_LIBRARY or (source == "datasets" and not recipe.data.files):
+def _files(recipe: Recipe, source: str, path: str, key: str, split: str) -> str:
+    """What the path of a key names, with the number of tokens where it can be told from the size of the files."""
+    if path == STANDARD_LIBRARY or (source == "datasets" and key != "data.files"):
         return f"{source}: {path}"
     try:
-        found = find(path, "data.path") if source == "auto" else Found(source, find_files(path, "data.path", "*"))
+        found = find(path, key, split) if source == "auto" else Found(source, find_files(path, key, "*"))
         num_bytes = sum(map(_size, found.files))
     except (OSError, ValueError) as error:
-        return f"{source}: {path} cannot be read here: {error}"
+        words = str(error).replace("data.split", "validation.split") if key.startswith("validation") else str(error)
+        return f"{source}: {path} cannot be read here: {words}"
     if not found.files:
         return f"{found.kind}: {path}"
     tokens = ""

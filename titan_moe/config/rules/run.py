@@ -9,6 +9,7 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, row, rule, rules_in, said
 from titan_moe.config.run_length import given, known_steps
 from titan_moe.config.schema import in_toml
+from titan_moe.config.train import DataConfig
 
 BYTES_VOCABULARY = 256
 SET_NAME = re.compile(r"[\w.-]+")
@@ -39,12 +40,13 @@ def source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield Problem(problem, hint=f"data.path = {path}")
 
 
-@rule("other sources ignore this field", "data.source files subset is_streamed")
+@rule("other sources ignore this field", "data.source files subset split is_streamed")
 def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
-    of_auto = ("subset", "is_streamed") if d.source == "auto" else ()
-    for key in ("files", "subset", "is_streamed"):
-        if d.source != "datasets" and key not in of_auto and getattr(d, key):
+    of_auto = ("subset", "split", "is_streamed") if d.source == "auto" else ()
+    for key in ("files", "subset", "split", "is_streamed"):
+        is_set = getattr(d, key) != getattr(DataConfig, key)
+        if d.source != "datasets" and key not in of_auto and is_set:
             yield f'data.{key} = {in_toml(getattr(d, key))} belongs to data.source = "datasets", not "{d.source}"'
 
 
