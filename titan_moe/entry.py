@@ -157,8 +157,8 @@ def recipes_of_evaluation(
         held_out = recipe_to_use(found, others)
         if held_out.data.source == "synthetic" and (found.is_hf or found.folder == found.side_files):
             raise RecipeError([f"{source} names no data; add --data.path='texts/*.txt', or others"])
-        name = held_out.data.path or held_out.data.source
-        return [(f"{name}, held out", _for_use(held_out, num_ranks))], True
+        name = held_out.validation.path or f"{held_out.data.path or held_out.data.source}, held out"
+        return [(name, _for_use(held_out, num_ranks))], True
     if not any(word.partition("=")[0] == "--data.source" for word in others):
         others = [*others, "--data.source=auto"]
     recipes = [
@@ -227,7 +227,7 @@ def evaluate(sources: Sequence[tuple[str, Recipe]], *, held_out: bool, all_seque
     from titan_moe.training import use
 
     results = use.evaluate(sources, held_out=held_out, all_sequences=all_sequences)
-    return use.table_of(results) if use.is_first_rank() else []
+    return use.table_of(results, held_out=held_out) if use.is_first_rank() else []
 
 
 def _split_paths(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

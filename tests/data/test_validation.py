@@ -9,6 +9,7 @@ from support.files_of_rows import write_rows
 from titan_moe.config import Recipe
 from titan_moe.config.schema import Table
 from titan_moe.data.loader import Loader
+from titan_moe.data.sources import open_for_evaluation
 
 OWN = {"every_steps": 1, "num_sequences": 3}
 
@@ -89,6 +90,15 @@ def test_stream_reserves_nothing_for_validation_with_data_of_its_own(
     assert _text(loader, "") == {"o"}
     assert loader.next_step().tokens_MBN[0, 0].tolist() == [ord("r")] * 16
     assert "the first 0 documents held out" in loader.fingerprint()
+
+
+def test_evaluation_of_a_stream_reads_the_stream(
+    make: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    own = {"path": f"{tmp_path}/own.txt", "sets": Table(code=f"{tmp_path}/code.py")}
+    for is_streamed in (True, False):
+        recipe = make(own, path=f"{tmp_path}/rows.jsonl.gz", is_streamed=is_streamed)
+        assert _text(open_loader(recipe, open_=open_for_evaluation), "") == {"r"}
 
 
 def test_data_of_validation_is_opened_only_where_it_is_read(

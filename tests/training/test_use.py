@@ -92,6 +92,21 @@ def test_an_evaluation_is_that_of_the_run(trained: Run, capsys: pytest.CaptureFi
     assert float(row[-3]) == pytest.approx(math.exp(float(row[-4])), rel=1e-3)
 
 
+def test_each_set_has_its_line_and_their_mean_is_that_of_the_run(
+    trained: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {f"of_{name}": f"{trained.texts}/{name}.txt" for name in (0, 5)}
+    alone = out_of(capsys, "evaluate", trained.folder, *(f"--data.path={path}" for path in sets.values()))
+    losses = [line.split()[1] for line in alone.splitlines()[1:3]]
+    words = [f"--validation.sets.{name}={path}" for name, path in sets.items()]
+    whole = [*words, "--validation.num_sequences=999", "--data.holdout_fraction=0"]
+    rows = [line.split("  ") for line in out_of(capsys, "evaluate", trained.folder, *whole).splitlines()[1:]]
+    assert [row[0] for row in rows] == [*sets, "mean of sets"]
+    found = [next(filter(None, row[1:])).strip() for row in rows]
+    assert found[:2] == losses
+    assert float(found[2]) == pytest.approx(sum(map(float, losses)) / 2, abs=2e-5)
+
+
 def test_each_path_is_a_source(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss, by brute force over the whole text; a byte a token but for the ends of documents."""
     paths = [f"{trained.texts}/{name}.txt" for name in (0, 5)]

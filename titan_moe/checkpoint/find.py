@@ -13,6 +13,7 @@ from titan_moe.checkpoint.hf_folder import CONFIG_FILE
 from titan_moe.checkpoint.hf_recipe import parts_not_built, read_model
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.data_files import kind_of_name
 from titan_moe.config.parse import recipe_of
 from titan_moe.config.renamed import values_before
 from titan_moe.config.resume import flatten
@@ -32,6 +33,10 @@ KEPT = (
 )
 """What of a run's recipe holds for its model wherever it is used. Layout, speed and optimizer are others."""
 KEPT_OF_DATA = ("data.tokenizer", "data.split_special_tokens", "data.document_attention")
+"""What of a run's `[data]` other data is read with, where `overrides` say nothing else."""
+KEPT_OF_CHATS = ("data.format", "data.chat.")
+"""The same where other data has rows."""
+OF_OWN_DATA = ("validation.path", "validation.sets", "validation.source", "validation.split")
 HF_SEQUENCE_TOKENS = 2048
 """Tokens of a sequence in an evaluation of a Hugging Face checkpoint, which does not say it."""
 
@@ -103,8 +108,8 @@ def end_tokens(found: Found) -> tuple[int, ...]:
 def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = False) -> Recipe:
     """A recipe whose model is that of a checkpoint, on one rank unless `overrides` say otherwise.
 
-    Weights have the dtype of `precision.compute`, in which they are used. With `other_data` only the tokenizer of its
-    data remains.
+    Weights have the dtype of `precision.compute`, in which they are used. With `other_data` the tokenizer of its
+    data remains, and how conversations are read.
 
     Raises: RecipeError or HuggingFaceError with all problems.
     """
@@ -117,7 +122,9 @@ def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = 
     else:
         fields = {name: value for name, value in saved_fields(found.folder).items() if name.startswith(KEPT)}
     if other_data:
-        fields = {name: value for name, value in fields.items() if not name.startswith("data.") or name in KEPT_OF_DATA}
+        others = {name: value for name, value in fields.items() if not name.startswith(("data.", *OF_OWN_DATA))}
+        kept = KEPT_OF_DATA + KEPT_OF_CHATS * (not _says_no_chats(overrides))
+        fields = others | {name: value for name, value in fields.items() if name.startswith(kept)}
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     fields |= _tokenizer(found, fields) | {"checkpoint.load_from": f"{HUGGING_FACE * found.is_hf}{found.folder}"}
     fields["validation.every_steps"] = 0
@@ -127,6 +134,12 @@ def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = 
         return recipe
     narrow = replace(recipe.precision, master="bf16", moments="master", gradients="master")  # no optimizer reads them
     return replace(recipe, precision=narrow, optim=replace(recipe.optim, kind="fused_adamw"))
+
+
+def _says_no_chats(overrides: Sequence[str]) -> bool:
+    """Whether overrides name files that have no rows, or say what rows are."""
+    values = dict(word.partition("=")[::2] for word in overrides)
+    return "--data.format" in values or kind_of_name(values.get("--data.path", "")) in ("text", "tokens")
 
 
 def _tokenizer(found: Found, fields: dict[str, Any]) -> dict[str, Any]:

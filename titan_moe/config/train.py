@@ -161,8 +161,8 @@ class DataConfig:
     `weight`. With 1 all sources are read equally often, with larger numbers small ones more often: mBERT has 1.43,
     XLM-R 3.33 (arXiv:1911.02116). 0 leaves the shares to the weights."""
     split: str = "train"
-    """Split of a hub name, or of a folder whose files belong to several: folders or files named `train`, `test-*` and so
-    on, as on the hub, or those of `save_to_disk`."""
+    """Split of a hub name, or of a folder whose files belong to several: folders or files named `train`, `test-*` and
+    so on, as on the hub, or those of `save_to_disk`."""
     text_column: str = "text"
     """Column with the text, of rows. Where the default is not there, `content` or the only column of strings is taken,
     and the log says so."""

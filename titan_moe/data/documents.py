@@ -30,7 +30,7 @@ def resolve(data: DataConfig) -> tuple[DataConfig, Found]:
     if data.format == "chat" and found.kind in ("text", "tokens"):
         raise ValueError(
             f"data.format = 'chat' reads conversations from rows, but data.path = {data.path!r} has files of "
-            f"{found.kind}; give .jsonl, .json, .parquet or .arrow"
+            f"{found.kind}; give .jsonl, .json, .parquet or .arrow, or set data.format = 'text'"
         )
     if data.subset and found.kind != "datasets":
         raise ValueError(f"data.subset = {data.subset!r} is of a hub name, but data.path = {data.path!r} names files")

@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_moe.config import Recipe
 from titan_moe.config.mixture import of_source
+from titan_moe.config.schema import Table
 from titan_moe.data import hub
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache
@@ -181,12 +182,14 @@ def _size_of(corpus: Corpus, held_out_tokens: int) -> DataSize:
 
 
 def open_for_evaluation(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
-    """The same with all samples as held-out ones, in the order of the files. Of a stream they are the first ones.
+    """The same with all samples as held-out ones, in the order of the files. Of a stream they are the first ones. What
+    validation has of its own is not read.
 
     Raises: ValueError if there is less than one sequence.
     """
     if recipe.data.source == "synthetic" or recipe.data.streams:
-        return open_source(recipe, tokenizer, cache)
+        without = replace(recipe.validation, path="", sets=Table())
+        return open_source(replace(recipe, validation=without), tokenizer, cache)
     bad_rows = BadRows(recipe.data.bad_rows)
     opened = _open_each(recipe, tokenizer, cache, bad_rows, 0.0)
     samples = _chained([training for _, training, _ in opened.values()])

@@ -192,8 +192,8 @@ class Evaluation(NamedTuple):
 def evaluate(sources: Sequence[tuple[str, Recipe]], *, all_sequences: bool, held_out: bool) -> list[Evaluation]:
     """Evaluate one model on each source, whose recipes differ in `[data]` alone. Collective.
 
-    With `held_out` on what its run has held out, else on all of the data; on `validation.num_sequences` sequences of
-    it, evenly spaced, unless `all_sequences`.
+    With `held_out` on what its run validates, each set under its name, and the mean that the run logs, else on all of
+    the data; on `validation.num_sequences` sequences of it, evenly spaced, unless `all_sequences`.
 
     Raises: RecipeError or HuggingFaceError if the model cannot be loaded or the data not be read.
     """
@@ -202,20 +202,31 @@ def evaluate(sources: Sequence[tuple[str, Recipe]], *, all_sequences: bool, held
         meshes, group = use.meshes, dist.new_group(backend="gloo")
         for name, recipe in sources:
             loader = _loader(recipe, use, group, held_out=held_out, all_sequences=all_sequences)
-            num_bytes = torch.zeros((), dtype=torch.float64, device=use.device)
-            batches = _counting(loader, sequence_shard(recipe.parallel, meshes.context_rank), num_bytes)
-            loss, num_tokens = summed_loss(use.model, use.parts, batches, use.device, meshes).tolist()
-            if meshes.context_rank:
-                num_bytes.zero_()  # ranks of cp have seen the same whole sequences
-            dist.all_reduce(num_bytes, group=meshes.data_group)
-            results.append(Evaluation(name, loss / max(num_tokens, 1), int(num_tokens), int(num_bytes)))
+            sets = loader.validation_names if held_out else [""]
+            for set_ in sets:
+                num_bytes = torch.zeros((), dtype=torch.float64, device=use.device)
+                batches = _counting(loader, set_, sequence_shard(recipe.parallel, meshes.context_rank), num_bytes)
+                loss, num_tokens = summed_loss(use.model, use.parts, batches, use.device, meshes).tolist()
+                if meshes.context_rank:
+                    num_bytes.zero_()  # ranks of cp have seen the same whole sequences
+                dist.all_reduce(num_bytes, group=meshes.data_group)
+                results.append(Evaluation(set_ or name, loss / max(num_tokens, 1), int(num_tokens), int(num_bytes)))
+            if "" not in sets and len(sets) > 1:
+                results.append(_mean_of_sets(results))
     return results
 
 
-def table_of(results: Sequence[Evaluation]) -> list[str]:
-    """A line for each source, and one for all of them, each token counted alike."""
+def _mean_of_sets(results: Sequence[Evaluation]) -> Evaluation:
+    """What a run logs as `validation_loss` where all that it validates are sets: each counts alike."""
+    loss = sum(result.loss for result in results) / len(results)
+    return Evaluation("mean of sets", loss, sum(result.num_tokens for result in results), 0)
+
+
+def table_of(results: Sequence[Evaluation], *, held_out: bool = False) -> list[str]:
+    """A line for each source, and, unless they are what a run has held out, one for all of them, each token counted
+    alike."""
     num_tokens = sum(result.num_tokens for result in results)
-    if len(results) > 1:
+    if len(results) > 1 and not held_out:
         loss = sum(result.loss * result.num_tokens for result in results) / max(num_tokens, 1)
         has_bytes = all(result.num_bytes for result in results)
         num_bytes = sum(result.num_bytes for result in results) if has_bytes else 0
@@ -251,9 +262,9 @@ def _loader(recipe: Recipe, use: Loaded, group: dist.ProcessGroup, *, held_out: 
         raise RecipeError([str(error)]) from error
 
 
-def _counting(loader: Loader, shard: Any, num_bytes: Tensor) -> Iterator[Batch]:
-    """This rank's held-out batches, with the bytes of their labels added up."""
-    for batch in loader.held_out_batches():
+def _counting(loader: Loader, name: str, shard: Any, num_bytes: Tensor) -> Iterator[Batch]:
+    """This rank's held-out batches of a set, with the bytes of their labels added up."""
+    for batch in loader.held_out_batches(name):
         for labels in batch.labels_MBN.flatten(0, 1).tolist():
             num_bytes += loader.tokenizer.count_bytes([token for token in labels if token != IGNORE_LABEL])
         yield batch.shard(shard)
