@@ -117,6 +117,13 @@ def test_text_that_spells_the_end_token_is_text(folder: Path) -> None:
     assert FolderTokenizer(str(folder)).decode(split[0][:-1]) == "a<end>b"
 
 
+def test_half_of_a_pair_of_surrogates_becomes_a_question_mark(folder: Path) -> None:
+    tokenizer = FolderTokenizer(str(folder))
+    assert tokenizer.encode("a\ud83d") == tokenizer.encode("a?")
+    whole, half = (list(tokenizer.encode_documents(["x", text])) for text in ("a?", "a\ud83d"))
+    assert [document.tolist() for document in half] == [document.tolist() for document in whole]
+
+
 def test_folder_tokenizer_without_eos_is_refused(folder: Path) -> None:
     _configure(folder)
     with pytest.raises(ValueError, match="set eos_token in its tokenizer_config.json"):

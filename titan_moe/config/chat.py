@@ -10,7 +10,8 @@ class ChatConfig:
 
     A row has `messages` (`role` and `content`), `conversations` (`from` and `value`, as ShareGPT writes), or `prompt`
     and `completion`, both texts or both lists of messages. It may have `tools`, `system` and `chat_template_kwargs`.
-    Other keys of a message reach the template too. Text that spells a control token becomes one, as the template's own
+    Other keys of a message reach the template too, those without a value (null) at no depth. A message of the assistant
+    with `weight` 0 is not learned. Text that spells a control token becomes one, as the template's own
     do. Conversations are never divided: as many as fit are packed into a sequence, and the rest of it is filled with
     tokens from its start, as a document without labels.
     """
@@ -31,7 +32,7 @@ class ChatConfig:
     """The tokens that are learned.
     `answers`: Those of all messages of the assistant; with `prompt` and `completion`, of the completion.
     `last_answer`: Those of the last message of the assistant.
-    `all`: All tokens."""
+    `all`: All tokens, whatever their weight."""
     too_long: Literal["drop", "cut"] = "drop"
     """What happens to a conversation of more than `train.seq_len_tokens` + 1 tokens. The log counts them.
     `drop`: It is left out.

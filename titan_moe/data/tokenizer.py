@@ -124,7 +124,7 @@ class FolderTokenizer(Tokenizer):
         self.fingerprint = ", ".join([digest, *_differences(files[0], split_special_tokens)])
 
     def encode(self, text: str) -> list[int]:
-        return self._with_bos_only(self._inner.tokenizer.encode(text).ids)
+        return self._with_bos_only(self._inner.tokenizer.encode(_of_unicode(text)).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids))
@@ -132,7 +132,11 @@ class FolderTokenizer(Tokenizer):
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         texts = iter(texts)
         while batch := list(islice(texts, _BATCH_DOCUMENTS)):  # `encode_batch` uses every core
-            for text, encoding in zip(batch, self._inner.tokenizer.encode_batch(batch), strict=True):
+            try:
+                encodings = self._inner.tokenizer.encode_batch(batch)
+            except TypeError:  # half of a pair of surrogates, which JSON may have
+                encodings = self._inner.tokenizer.encode_batch([_of_unicode(text) for text in batch])
+            for text, encoding in zip(batch, encodings, strict=True):
                 ids = [*self._with_bos_only(encoding.ids), self.end_of_document] if text else []
                 yield np.array(ids, dtype=self.dtype)
 
@@ -173,6 +177,11 @@ def _differences(file: Path, split_special_tokens: bool) -> list[str]:
     if saved.get("truncation") or saved.get("padding"):
         differences.append("without the saved truncation and padding")
     return differences
+
+
+def _of_unicode(text: str) -> str:
+    """A text with `?` for what is no character."""
+    return text.encode("utf-8", errors="replace").decode()
 
 
 def _utf8(text: str) -> bytes:

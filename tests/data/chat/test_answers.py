@@ -93,6 +93,20 @@ def test_an_answer_to_nothing_is_learned_without_what_a_template_writes_before_i
     assert found(marked, chat) == found(plain, chat, answers="prefixes") == (ids, marks)
 
 
+def test_answers_of_weight_0_are_not_learned(templates: tuple[Any, ...]) -> None:
+    _, reference, marked, plain = templates
+    ids, marks = expected(reference, LONG)
+    answers = texts(reference, ids, marks)
+    for left_out in ((1,), (3,), (5,), (1, 5)):
+        chat = Conversation([{**m, "weight": int(n not in left_out)} for n, m in enumerate(LONG)])
+        learned = [answer for number, answer in enumerate(answers) if 2 * number + 1 not in left_out]
+        for template, way in ((marked, "template"), (plain, "prefixes")):
+            assert texts(reference, *found(template, chat, answers=way)) == learned
+            assert texts(reference, *found(template, chat, answers=way, train_on="last_answer")) == learned[-1:]
+    with pytest.raises(RecordError, match="no answer: no message of the assistant of a weight above 0"):
+        found(plain, Conversation([SHORT[0], {**SHORT[1], "weight": 0}]), answers="prefixes")
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[Any, ChatTemplate]]:
     """Make transformers' tokenizer and ours of a template."""
@@ -130,6 +144,16 @@ def test_thinking_of_earlier_turns_is_learned_where_it_is_rendered(make: Callabl
     assert texts(reference, *found(plain, chat, answers="prefixes", train_on="last_answer")) == [thought]
     with pytest.raises(RecordError, match=r'first 2 messages are rendered as "<think>so.*last_answer"$'):
         found(plain, chat, answers="prefixes")
+    prompt = chat._replace(messages=[*chat.messages, chat.messages[0], {**chat.messages[1], "weight": 0}])
+    with pytest.raises(RecordError, match=r'where the whole .* take a template with .* = "template"$'):
+        found(plain, prompt, answers="prefixes", train_on="last_answer")
+
+
+@pytest.mark.parametrize("chat", [{"train_on": "all"}, {"answers": "prefixes"}, {}])
+def test_half_of_a_pair_is_a_bad_row(make: Callable[..., Any], chat: dict[str, Any]) -> None:
+    _, ours = make(TEMPLATES["chatml"])
+    with pytest.raises(RecordError, match="TextEncodeInput"):
+        found(ours, Conversation([SHORT[0], {**SHORT[1], "content": "a\ud83d"}]), **chat)
 
 
 def test_reasoning_is_a_part_of_its_answer(make: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from titan_moe.data.chat.records import RecordError, read_conversation
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "s"}
 SHARE_GPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+CALL_OF_NOTHING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
 
 
@@ -25,6 +26,12 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
         ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, [SYSTEM, USER, ANSWER], 2),
         ({"messages": [{**USER, "name": None, "id": 3}, CALL]}, [{**USER, "id": 3}, CALL], 0),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, [USER], 0),
+        (
+            {"messages": [USER, {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}]}]},
+            [USER, CALL_OF_NOTHING],
+            0,
+        ),
+        ({"messages": [USER, {**ANSWER, "weight": 0.0}]}, [USER, {**ANSWER, "weight": 0.0}], 0),
         ({"messages": [{"role": "human", "content": "a"}]}, [USER], 0),
     ],
 )
@@ -43,6 +50,23 @@ def test_tools_and_variables_are_passed_on() -> None:
     assert read_conversation({"messages": [USER], "tools": ""}).tools is None
 
 
+def test_keys_of_other_rows_of_a_table_reach_no_template() -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "strict": None, "parameters": {"a": {"b": None}, "c": [None]}},
+    }
+    row = {"messages": [USER], "tools": [tool], "chat_template_kwargs": {"enable_thinking": None, "date": "x"}}
+    chat = read_conversation(row)
+    assert chat.tools == [{"type": "function", "function": {"name": "f", "parameters": {"a": {}, "c": [None]}}}]
+    assert chat.options == {"date": "x"}
+    assert read_conversation({**row, "tools": '[{"default": null}]'}).tools == [{"default": None}]
+
+
+def test_an_answer_of_weight_0_is_none() -> None:
+    messages = [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}, USER, {**ANSWER, "weight": None}]
+    assert read_conversation({"messages": messages}).answers == [3, 5]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -53,6 +77,10 @@ def test_tools_and_variables_are_passed_on() -> None:
         ({"messages": ["a"]}, "str as message 1 of 'messages'"),
         ({"messages": [USER, {"content": "b"}]}, "no role in message 2 of 'messages'; known are system"),
         ({"messages": [{"role": "narrator", "content": "b"}]}, "the role 'narrator' in message 1"),
+        (
+            {"messages": [USER, {**ANSWER, "weight": 0.5}]},
+            "the weight 0.5 in message 2 of 'messages'; known are 0, which",
+        ),
         ({"messages": [{"role": "user"}]}, "no content in message 1"),
         ({"messages": [{"role": "user", "content": 3}]}, "a content that is no text in message 1"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a content that is no text"),

@@ -76,7 +76,8 @@ def test_an_epoch_has_every_answer_once(
 ) -> None:
     with caplog.at_level(logging.INFO):
         loader = open_loader(make())
-    assert "59 conversations of" in caplog.text and "49 tokens: 1 dropped, 0 cut, 0 left out" in caplog.text
+    assert "*.jsonl has 59 conversations of" in caplog.text and "tokenised 59 documents: " in caplog.text
+    assert "49 tokens: 1 dropped, 0 cut, 0 left out" in caplog.text
     numbers: list[int] = []
     for _ in range(loader.state_dict()["samples_per_epoch"]):  # four epochs
         numbers += learned(loader)[0]
@@ -161,11 +162,14 @@ def test_answers_without_marks_name_the_way_out(
 
 
 def test_another_vocabulary_and_empty_data_are_refused(
-    make: Callable[..., Recipe], open_loader: Callable[..., Loader]
+    make: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
 ) -> None:
     recipe = make()
     with pytest.raises(ValueError, match="set model.vocab_size to at least 325"):
         open_loader(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab_size=300)))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="data.path gives no conversation: it has no rows, or all of them are bad"):
+        open_loader(make(files=f"{tmp_path}/empty.jsonl"))
     short = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seq_len_tokens=4))
     with pytest.raises(ValueError, match='gives no conversation to learn from: 0 .*60 dropped.*too_long = "cut"'):
         open_loader(short)

@@ -64,6 +64,7 @@ def test_every_position_resumes_exactly(has_places: bool) -> None:
         assert take(resumed, 10) == expected[taken : taken + 10]
         assert take(running, 1) == expected[taken : taken + 1]
     assert running.epoch >= 2
+    assert running.epoch_after(99) == float(running.epoch)
 
 
 def test_ranks_have_slices_of_one_order() -> None:

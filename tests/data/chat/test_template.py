@@ -1,5 +1,6 @@
 """Chat templates by transformers: the tokenizer's own, of a file, and `plain`."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -59,3 +60,20 @@ def test_a_fingerprint_is_of_the_template_that_is_used(tmp_path: Path) -> None:
     after = [fingerprint(folder, template) for template in ("", "plain", str(own))]
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, False]
     assert after[0] == after[2]
+
+
+def test_a_fingerprint_has_the_control_tokens_that_transformers_reads_beside_the_configuration(tmp_path: Path) -> None:
+    folder, file = make_tokenizer(tmp_path, "{{ eos_token }}"), tmp_path / "special_tokens_map.json"
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    rendered, found = [], []
+    for token in ("</s>", "<|im_end|>"):
+        file.write_text(json.dumps({"eos_token": token}))
+        rendered.append(ChatTemplate(folder, "", begins_with_bos=True).text(Conversation([{"role": "user"}]), 1))
+        found.append(fingerprint(folder, ""))
+    assert rendered == ["</s>", "<|im_end|>"] and found[0] != found[1]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": {}}))
+    with_map = fingerprint(folder, "")
+    file.unlink()
+    assert fingerprint(folder, "") == with_map, "which transformers does not read then"

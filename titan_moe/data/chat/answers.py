@@ -1,16 +1,21 @@
 """Find the tokens of a conversation that are learned."""
 
+from collections.abc import Iterator
 from os.path import commonprefix
 
 import numpy as np
 
 from titan_moe.config.chat import ChatConfig
 from titan_moe.config.schema import in_toml
-from titan_moe.data.chat.records import ANSWERING, Conversation, RecordError
+from titan_moe.data.chat.records import Conversation, RecordError
 from titan_moe.data.chat.template import ChatTemplate
 
 _SHOWN = 40
 """Characters of a text in a message."""
+
+
+class _NotDivided(RecordError):
+    """Messages are not rendered as the start of the whole conversation has them."""
 
 
 def find_answers(template: ChatTemplate, conversation: Conversation, chat: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -18,19 +23,31 @@ def find_answers(template: ChatTemplate, conversation: Conversation, chat: ChatC
 
     Raises: RecordError if the template refuses it, or its answers cannot be found, or it has none.
     """
+    try:
+        return _find(template, conversation, chat)
+    except _NotDivided as error:
+        ways_out = ['take a template with generation blocks for data.chat.answers = "template"']
+        ways_out *= chat.answers == "prefixes"
+        ways_out += ['set data.chat.train_on = "last_answer"'] * (chat.train_on == "answers")
+        ways_out += ["split the row into one for each answer"] * (not ways_out)
+        raise RecordError(f"{error}; {', or '.join(ways_out)}") from error
+
+
+def _find(template: ChatTemplate, conversation: Conversation, chat: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
     num_messages = len(conversation.messages)
     if chat.train_on == "all":
         ids, _ = template.encode(template.text(conversation, num_messages))
         return np.array(ids, dtype=np.int64), np.ones(len(ids), dtype=bool)
     answers = conversation.answers if chat.train_on == "answers" else conversation.answers[-1:]
     if not answers:
-        raise RecordError("has no answer: no message of the assistant")
+        weights = " of a weight above 0" if conversation.of_assistant else ""
+        raise RecordError(f"has no answer: no message of the assistant{weights}")
     if chat.answers == "template":
         ids, offsets, marks = template.encode_marked(conversation)
         is_learned = np.array(marks, dtype=bool)
-        if any(message["role"] == ANSWERING for message in conversation.messages[: answers[0]]):
+        if others := [number for number in conversation.of_assistant if number not in answers]:
             text = template.text(conversation, num_messages)
-            is_learned &= _overlap(offsets, [(_prefix(template, conversation, text, answers[0]), len(text))])
+            is_learned &= ~_overlap(offsets, list(_spans_of_others(template, conversation, text, answers[0], others)))
     else:
         text = template.text(conversation, num_messages)
         ids, offsets = template.encode(text)
@@ -45,6 +62,18 @@ def _overlap(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     is_in = [(ends > start) & (starts < end) for start, end in spans]
     return np.logical_or.reduce(is_in)
+
+
+def _spans_of_others(
+    template: ChatTemplate, conversation: Conversation, text: str, first: int, others: list[int]
+) -> Iterator[tuple[int, int]]:
+    """The characters of what is before the first answer, and of messages of the assistant after it that are none."""
+    if others[0] < first:
+        yield 0, _prefix(template, conversation, text, first)
+    for number in others:
+        if number > first:
+            start = _prefix(template, conversation, text, number)
+            yield start, _prefix(template, conversation, text, number + 1)
 
 
 def _span(template: ChatTemplate, conversation: Conversation, text: str, number: int) -> tuple[int, int]:
@@ -69,10 +98,9 @@ def _prefix(
     if not text.startswith(prefix):
         same = len(commonprefix([text, prefix]))
         prompt = " with the prompt for an answer" if has_prompt else ""
-        raise RecordError(
+        raise _NotDivided(
             f"cannot be divided into answers: its first {num_messages} messages{prompt} are rendered as "
-            f"{_shown(prefix[same:])} where the whole conversation has {_shown(text[same:])}; take a "
-            'template with generation blocks for data.chat.answers = "template", or data.chat.train_on = "last_answer"'
+            f"{_shown(prefix[same:])} where the whole conversation has {_shown(text[same:])}"
         )
     return len(prefix)
 

@@ -39,9 +39,14 @@ class Conversation(NamedTuple):
 
     @property
     def answers(self) -> list[int]:
-        """The numbers of the messages that are answers, from 0."""
-        roles = enumerate(message["role"] for message in self.messages)
-        return [number for number, role in roles if role == ANSWERING and number >= self.num_prompt]
+        """The numbers of the messages that are answers, from 0. One with `weight` 0 is none."""
+        numbers = self.of_assistant
+        return [number for number in numbers if number >= self.num_prompt and self.messages[number].get("weight", 1)]
+
+    @property
+    def of_assistant(self) -> list[int]:
+        """The numbers of all messages of the assistant."""
+        return [number for number, message in enumerate(self.messages) if message["role"] == ANSWERING]
 
 
 def read_conversation(row: Any) -> Conversation:
@@ -60,7 +65,7 @@ def read_conversation(row: Any) -> Conversation:
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise RecordError("has `chat_template_kwargs` that are no object")
-    return Conversation(messages, num_prompt, _tools(row.get("tools")), options)
+    return Conversation(messages, num_prompt, _tools(row.get("tools")), _without_nulls(options))
 
 
 def _messages(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
@@ -91,12 +96,14 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
     """A message with `role` and `content`, and its other keys that have a value."""
     if not isinstance(message, dict):
         raise RecordError(f"has {type(message).__name__} as {name}, not an object with role and content")
-    rest = {key: value for key, value in message.items() if value is not None}
+    rest = _without_nulls(message)
     role = rest.pop("role", None) or rest.pop("from", None)
     content = rest.pop("content" if "content" in rest or "value" not in rest else "value", None)
     if not isinstance(role, str) or role not in ROLES:
         problem = "no role" if role is None else f"the role {role!r}"
         raise RecordError(f"has {problem} in {name}; known are {', '.join(ROLES)}")
+    if rest.get("weight", 1) not in (0, 1):
+        raise RecordError(f"has the weight {rest['weight']!r} in {name}; known are 0, which is not learned, and 1")
     if content is None:
         if not rest.get("tool_calls"):
             raise RecordError(f"has no content in {name}")
@@ -117,8 +124,9 @@ def _text(content: Any, name: str) -> str:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    """The descriptions of tools, which may be JSON in a string."""
-    if isinstance(tools, str) and tools:
+    """The descriptions of tools, which may be JSON in a string, whose nulls remain."""
+    is_exact = isinstance(tools, str)
+    if is_exact and tools:
         try:
             tools = json.loads(tools)
         except ValueError as error:
@@ -127,4 +135,13 @@ def _tools(tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RecordError("has `tools` that are no list of objects")
-    return tools
+    return tools if is_exact else _without_nulls(tools)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys of objects that have no value. In a table every row has the keys of all others."""
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return value

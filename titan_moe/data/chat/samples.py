@@ -82,6 +82,8 @@ def open_conversations(folder: Path, vocab_size: int) -> tuple[Corpus, Counts]:
     """
     file = CheckedFile(folder / COUNTS_FILE)
     counts = Counts(**json.loads(file.read(0, file.num_bytes)))
+    if counts.conversations == counts.num_too_long == 0:
+        raise ValueError("data.path gives no conversation: it has no rows, or all of them are bad; give more rows")
     if counts.conversations == 0:
         raise ValueError(
             f"data.path gives no conversation to learn from: {counts.describe()}; give more rows, raise "

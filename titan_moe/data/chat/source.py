@@ -17,8 +17,13 @@ from titan_moe.data.chat.template import ChatTemplate, fingerprint
 from titan_moe.data.chat.whole import WINDOW_SEQUENCES
 from titan_moe.data.corpus import Corpus
 from titan_moe.data.documents import describe_rows, open_documents, resolve
+from titan_moe.data.row_text import RowTexts
 from titan_moe.data.stream import Documents
+from titan_moe.data.tokenising import reported
 from titan_moe.data.tokenizer import Tokenizer
+
+VERSION = 2
+"""Of what is learned of a row: an entry of the cache of another one is not read."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +40,13 @@ def open_conversation_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache,
     def build(folder: Path) -> None:
         encoder = open_encoder(recipe, tokenizer, bad_rows)
         rows = open_documents(data, found, bad_rows, 0, None, encoder.encode)
-        write_conversations(folder, _read_all(rows), encoder.counts)
+        share = (lambda: rows.share) if isinstance(rows, RowTexts) else None
+        write_conversations(folder, reported(_read_all(rows), share), encoder.counts)
 
-    key = [describe_rows(data, found, cache), tokenizer.fingerprint, describe_codes(recipe)]
+    key = [describe_rows(data, found, cache), tokenizer.fingerprint, describe_codes(recipe), VERSION]
     open_ = partial(open_conversations, vocab_size=recipe.model.vocab_size)
     corpus, counts = cache.get("chat", key, build, open_)
-    logger.info("data.path has %s", counts.describe())
+    logger.info("%s has %s", data.files or data.path, counts.describe())
     return corpus
 
 

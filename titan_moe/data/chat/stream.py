@@ -60,6 +60,10 @@ class ConversationStream(Samples):
         """Rows of this epoch before the next window, or up to the end of the one with the next sample."""
         return self._num_read if self._next.num_taken else self._next.num_documents
 
+    def epoch_after(self, num_samples: int) -> float | None:
+        """The restarts so far: the rest of a stream is unknown."""
+        return float(self.epoch)
+
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         samples = []
         for offset in range(count):

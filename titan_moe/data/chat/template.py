@@ -17,6 +17,8 @@ _PLAIN = (
 )
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 """Beside the configuration of the tokenizer, in its folder."""
+_TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
+"""In such a folder too. transformers reads them where the configuration has no `added_tokens_decoder`."""
 _ANSWER_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -70,8 +72,14 @@ class ChatTemplate:
         return self._render(conversation, num_messages, tokenize=False, add_generation_prompt=has_prompt)
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a rendered text: their ids, and the characters [start, end) of each."""
-        out = self._inner(text, add_special_tokens=False, verbose=False)  # which would warn of long ones
+        """The tokens of a rendered text: their ids, and the characters [start, end) of each.
+
+        Raises: RecordError for a text that is none.
+        """
+        try:
+            out = self._inner(text, add_special_tokens=False, verbose=False)  # which would warn of long ones
+        except (TypeError, UnicodeError) as error:
+            raise RecordError(f"has a text that is no Unicode, such as half of a pair \\ud83d: {error}") from error
         return out["input_ids"], out.encodings[0].offsets
 
     def encode_marked(self, conversation: Conversation) -> tuple[list[int], list[tuple[int, int]], list[int]]:
@@ -106,6 +114,9 @@ def fingerprint(folder: str, template: str) -> str:
         texts = [_read(template).encode()]
     else:
         texts = [file.read_bytes() for name in _TEMPLATE_FILES for file in sorted(Path(folder).glob(name))]
+    config = Path(folder) / "tokenizer_config.json"
+    if not config.is_file() or b'"added_tokens_decoder"' not in config.read_bytes():
+        texts += [file.read_bytes() for file in (Path(folder) / name for name in _TOKEN_FILES) if file.is_file()]
     return f"template {hashlib.sha256(b''.join(texts)).hexdigest()}"
 
 
