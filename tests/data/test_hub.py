@@ -218,7 +218,7 @@ def test_datasets_bad_rows_are_skipped_and_counted(
         _read_text(straight, 2 * len(text) // 128)
         assert len(straight.bad_rows) == 12, "each counts once, in all epochs"
     for line in range(22, 28):
-        assert f"skipped a bad row: {tmp_path}/a.jsonl, line {line}, " in caplog.text
+        assert f"skipped a bad row: data.files: {tmp_path}/a.jsonl, line {line}, " in caplog.text
 
 
 def test_datasets_bad_row_is_named_and_a_resume_may_skip_it(

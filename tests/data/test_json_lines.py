@@ -1,9 +1,14 @@
-"""JSON lines by file and line: blank lines and a byte order mark are no rows, and any place resumes."""
+"""JSON lines of `data.files` by file and line: blank lines and a byte order mark are no rows."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from titan_moe.config.train import DataConfig
-from titan_moe.data.json_lines import Lines, files_of, find_bad_line, place_of_row
+from titan_moe.data import hub
+from titan_moe.data.bad_rows import BadRowError, BadRows
+from titan_moe.data.json_lines import files_of, find_bad_line, place_of_row
 
 
 def make(folder: Path) -> DataConfig:
@@ -12,18 +17,24 @@ def make(folder: Path) -> DataConfig:
     return DataConfig(source="datasets", path="json", files=f"{folder}/*.jsonl")
 
 
-def test_lines_resume_at_any_place(tmp_path: Path) -> None:
-    files = files_of(make(tmp_path))
-    expected = [("a", 1), ("a", 3), ("b", 2), ("b", 3)]
-    for read in range(5):
-        before = Lines(files)
-        for _ in range(read):
-            before.next()
-        lines, found = Lines(files, [before.num_file, before.offset, before.num_lines]), []
-        while (line := lines.next()) is not None:
-            found.append((line.file.stem, line.number))
-        assert found == expected[read:]
-    assert Lines(files).next().parse() == {"text": "one"}
+def test_places_of_earlier_versions_resume(tmp_path: Path) -> None:
+    """They were [file, offset, lines] under another key."""
+    data = make(tmp_path)
+    texts = hub.open_stream(replace(data, bad_rows="skip"), BadRows("skip"), 2, {"json_lines": [0, 37, 3]})
+    assert texts.read() == "three" and texts.num_read == 3
+    assert texts.place() == {"rows": [1, 20, 2]}
+    assert texts.read() is None and texts.num_read == 4
+
+
+def test_column_of_lines_is_found_where_bad_ones_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "one"}\n{"content": 2}\n{"content": "three"}')
+    data = DataConfig(source="datasets", path="json", files=f"{tmp_path}/a.jsonl", bad_rows="skip")
+    bad_rows = BadRows("skip")
+    assert list(hub.read_documents(data, bad_rows)) == ["one", "three"] and len(bad_rows) == 1
+    texts = hub.open_stream(data, BadRows(), 0, None)
+    texts.read()
+    with pytest.raises(BadRowError, match=f"^data.files: {tmp_path}/a.jsonl, line 2, has int, not text"):
+        texts.read()
 
 
 def test_rows_have_a_file_and_a_line(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from titan_moe.config.train import DataConfig
 from titan_moe.data import hub
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache
-from titan_moe.data.json_lines import Convert
-from titan_moe.data.row_text import RowTexts
+from titan_moe.data.row_text import Convert, RowTexts
 from titan_moe.data.stream import Documents
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HEAD_BYTES = 4096
+_FEW_ZEROS = 8
 
 
 class FileKind(NamedTuple):
@@ -76,6 +77,16 @@ def kind_of(head: bytes, *, is_text: bool) -> FileKind | None:
             return kind
     marks = _BYTE_ORDER_MARKS if is_text else {}
     return next((kind for mark, kind in marks.items() if head.startswith(mark)), None)
+
+
+def zeros_of(head: bytes) -> str:
+    """Say that first bytes have more zeros than text has, and a way out; empty for text."""
+    if (number := head.count(0)) <= _FEW_ZEROS:
+        return ""
+    return (
+        f"{number} of its first {len(head)} bytes are 0, as in UTF-16 or in a binary file; convert it (iconv -f "
+        "UTF-16LE -t UTF-8), or leave it out"
+    )
 
 
 def _is_gzip(head: bytes) -> bool:

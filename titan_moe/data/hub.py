@@ -14,8 +14,8 @@ from titan_moe.data import json_lines
 from titan_moe.data.bad_rows import BadRowError, BadRows
 from titan_moe.data.content import describe_files
 from titan_moe.data.corpus import Corpus
-from titan_moe.data.file_kinds import PARQUET, kind_of, read_head
-from titan_moe.data.row_text import choose_column
+from titan_moe.data.file_kinds import PARQUET, kind_of, read_head, zeros_of
+from titan_moe.data.row_text import PLACES, Convert, RowTexts, choose_column
 from titan_moe.data.rows import holds_of_type
 from titan_moe.data.text import first_line_not_utf8, rows_of_json
 from titan_moe.data.token_file import OpenFiles, TokenFile
@@ -24,7 +24,6 @@ _PATHS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "jso
 """Ending of a file -> the `data.path` that reads it."""
 _TEXT_PATHS = ("json", "csv", "text")
 _TEXT_SUFFIXES = (".json", ".jsonl", ".csv", ".txt")
-_FEW_ZEROS = 8
 _SCAN_BYTES = 1 << 30
 
 
@@ -49,7 +48,7 @@ def fingerprint(data: DataConfig, files: Sequence[Path] = ()) -> str:
 def read_documents(data: DataConfig, bad_rows: BadRows) -> Iterator[str]:
     """Yield the texts of a downloaded dataset in order."""
     if is_read_by_line(data):
-        yield from iter(json_lines.JsonLinesStream(data, bad_rows, 0, None).read, None)
+        yield from iter(_open_lines(data, bad_rows, 0, None).read, None)
         return
     dataset = load(data)
     data = _with_column(data, dataset)
@@ -74,14 +73,14 @@ class DocumentStream:
         bad_rows: BadRows,
         num_read: int,
         place: dict[str, Any] | None,
-        convert: json_lines.Convert | None = None,
+        convert: Convert | None = None,
         dataset: Any = None,
     ) -> None:
         """`dataset`: a part of it, by default all."""
         self.num_read, self._convert = 0, convert or self._text
-        self._dataset = load(data) if dataset is None else dataset
+        self._dataset, self._origin = load(data) if dataset is None else dataset, _describe_origin(data)
         self._data, self._bad_rows = data if convert else _with_column(data, self._dataset), bad_rows
-        self._loaded_place = place = None if json_lines.PLACE in (place or {}) else place
+        self._loaded_place = place = None if {*PLACES} & {*(place or {})} else place
         if place is not None:
             self._dataset.load_state_dict(place)
             self.num_read = num_read
@@ -96,7 +95,7 @@ class DocumentStream:
         ValueError for a file that is gone.
         """
         while (row := self._next_row()) is not None:
-            if (document := self._convert(row, self.num_read, f"row {self.num_read}")) is not None:
+            if (document := self._convert(row, self.num_read, f"{self._origin}: row {self.num_read}")) is not None:
                 return document
         return None
 
@@ -123,12 +122,18 @@ def open_stream(
     bad_rows: BadRows,
     num_read: int,
     place: dict[str, Any] | None,
-    convert: json_lines.Convert | None = None,
-) -> DocumentStream | json_lines.JsonLinesStream:
+    convert: Convert | None = None,
+) -> DocumentStream | RowTexts:
     """Open a pass over a dataset at document `num_read`: line by line if bad JSON lines are to be skipped, or if the
     rows are no texts, whose fields `datasets` would make equal."""
-    stream = json_lines.JsonLinesStream if is_read_by_line(data, convert is not None) else DocumentStream
-    return stream(data, bad_rows, num_read, place, convert)
+    open_ = _open_lines if is_read_by_line(data, convert is not None) else DocumentStream
+    return open_(data, bad_rows, num_read, place, convert)
+
+
+def _open_lines(
+    data: DataConfig, bad_rows: BadRows, num_read: int, place: dict[str, Any] | None, convert: Convert | None = None
+) -> RowTexts:
+    return RowTexts(data, json_lines.files_of(data), "json", bad_rows, num_read, place, convert)
 
 
 def is_read_by_line(data: DataConfig, has_fields: bool = False) -> bool:
@@ -226,11 +231,8 @@ def _refuse_other_kinds(data: DataConfig) -> None:
         if kind is None and data.path == "text" and (rows := rows_of_json(file, _start(file))):
             way_out = f'set data.source = "auto" and data.path = {data.files!r}, which reads a column of it'
             raise ValueError(f"data.files: {file} has {rows}, not plain text; {way_out}")
-        if kind is None and (num_zeros := head.count(0)) > _FEW_ZEROS:
-            raise ValueError(
-                f"data.files: {file} is not {data.path} in UTF-8: {num_zeros} of its first {len(head)} bytes are 0, as "
-                "in UTF-16 or in a binary file; convert it (iconv -f UTF-16LE -t UTF-8), or leave it out"
-            )
+        if kind is None and (zeros := zeros_of(head)):
+            raise ValueError(f"data.files: {file} is not {data.path} in UTF-8: {zeros}")
 
 
 def _start(file: Path) -> bytes:

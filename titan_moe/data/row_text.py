@@ -1,17 +1,20 @@
 """Documents of text from rows: the column that has it, and the rows that have none."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from titan_moe.config.train import DataConfig
 from titan_moe.data.bad_rows import BadRows
-from titan_moe.data.json_lines import Convert
 from titan_moe.data.rows import Holds, Rows, columns_of
 
+Convert = Callable[[Any, int, str], Any]
+"""(row, its number from 1, its place in words) -> its document, or None for a row that is left out."""
 PLACE = "rows"
 """Key of a place of this reader, which is one of `Rows`."""
+PLACES = (PLACE, "json_lines")
+"""Keys that earlier versions wrote too, for the same."""
 NAMES = ("text", "content")
 """Names of a column of text that need not be said. The first is the default of `data.text_column`."""
 CONVERSATIONS = (("messages",), ("conversations",), ("prompt", "completion"))
@@ -38,7 +41,8 @@ class RowTexts:
         part: tuple[list[int], list[int] | None] | None = None,
     ) -> None:
         """`part`: the places at which a pass starts and ends, by default all files."""
-        own = (place or {}).get(PLACE)
+        own = next((entry for key, entry in (place or {}).items() if key in PLACES), None)
+        self._key = "data.files" if data.source == "datasets" else "data.path"
         start, end = part or (None, None)
         self.column = "" if convert else column_of_files(data, files, kind)
         self._bad_rows, self._convert = bad_rows, convert or self._text
@@ -54,10 +58,11 @@ class RowTexts:
         """
         while (row := self._rows.next()) is not None:
             self.num_read += 1
+            place = f"{self._key}: {row.place}"
             if row.problem:
-                self._bad_rows.found(self.num_read, f"data.path: {row.place}, {row.problem}; repair it")
+                self._bad_rows.found(self.num_read, f"{place}, {row.problem}; repair it")
                 continue
-            if (document := self._convert(row.value, self.num_read, row.place)) is not None:
+            if (document := self._convert(row.value, self.num_read, place)) is not None:
                 return document
         return None
 
@@ -66,7 +71,7 @@ class RowTexts:
         if text is None or isinstance(text, str):
             return text or ""
         has = "no text" if text == 0 else f"{type(text).__name__}, not text,"
-        problem = f"data.path: {place}, has {has} in the column {self.column!r}"
+        problem = f"{place}, has {has} in the column {self.column!r}"
         self._bad_rows.found(number, f"{problem}; give a column of strings with data.text_column, repair it")
         return None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from titan_moe.config.data_files import LINE_ENDINGS, ending_of
-from titan_moe.data.file_kinds import HEAD_BYTES, kind_of
+from titan_moe.data.file_kinds import HEAD_BYTES, kind_of, zeros_of
 from titan_moe.data.opened import OpenedFile, read_whole
 
 BATCH_ROWS = 1024
@@ -312,13 +312,10 @@ def _check_head(file: Path, head: bytes) -> None:
     Raises: ValueError naming what it is.
     """
     kind = kind_of(head, is_text=True)
-    if kind is None and head.count(0) <= HEAD_BYTES // 512:
-        return
     if kind is None:
-        raise ValueError(
-            f"data.path: {file} is not JSON in UTF-8: {head.count(0)} of its first {len(head)} bytes are 0, as in "
-            "UTF-16 or in a binary file; convert it (iconv -f UTF-16LE -t UTF-8), or leave it out"
-        )
+        if zeros := zeros_of(head):
+            raise ValueError(f"data.path: {file} is not JSON in UTF-8: {zeros}")
+        return
     way_out = "give it the ending of its compression too, .gz or .zst" if kind.is_compressed else kind.way_out
     raise ValueError(f"data.path: {file} is {kind.name}, not JSON in UTF-8; {way_out}")
 
