@@ -16,3 +16,18 @@ def test_losses_on_other_data_are_not_compared(tmp_path: Path) -> None:
         Manifest({}, data, {}, loss).write(folder)
         (folder / METADATA_FILE).touch()
     assert kept_steps(CheckpointFolders(tmp_path), CheckpointConfig(keep_best=True)) == {2, 4, 6}
+
+
+def test_losses_on_other_data_of_validation_are_not_compared(tmp_path: Path) -> None:
+    recipes = {
+        1: ({}, 2.0),
+        2: ({"validation.path": "", "validation.sets": {}, "validation.every_steps": 5}, 1.5),
+        3: ({"validation.path": "own.txt"}, 1.0),
+        4: ({"validation.path": "own.txt", "validation.sets": {"code": "a.py"}}, 1.75),
+        5: ({"validation.path": "own.txt"}, 1.25),
+    }
+    for step, (recipe, loss) in recipes.items():
+        (folder := tmp_path / f"step-{step}").mkdir()
+        Manifest(recipe, "data", {}, loss).write(folder)
+        (folder / METADATA_FILE).touch()
+    assert kept_steps(CheckpointFolders(tmp_path), CheckpointConfig(keep_best=True)) == {2, 3, 4}

@@ -107,7 +107,7 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
         ("nowhere/a.jsonl", FileNotFoundError, "matches no file"),  # no hub name
         ("", FileNotFoundError, "validation.path = '' matches no file"),
         ("HERE/empty", FileNotFoundError, "is a folder without files"),
-        ("HERE/*.csv", ValueError, 'x.csv is a table .*data.source = "datasets", data.path = "csv" and data.files = '),
+        ("HERE/*.csv", ValueError, "x.csv is a table that `datasets` reads; write it as .jsonl or .parquet$"),
     ],
 )
 def test_path_that_names_nothing_to_read(tmp_path: Path, path: str, error: type[Exception], words: str) -> None:
@@ -115,6 +115,14 @@ def test_path_that_names_nothing_to_read(tmp_path: Path, path: str, error: type[
     _make(tmp_path, "x.csv")
     with pytest.raises(error, match=words):
         find(path.replace("HERE", str(tmp_path)), "validation.path")
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.csv.gz", "x.TSV.zst"])
+def test_table_is_read_by_datasets(tmp_path: Path, name: str) -> None:
+    _make(tmp_path, name)
+    way_out = f'{name} is a table .*data.source = "datasets", data.path = "csv" and data.files = '
+    with pytest.raises(ValueError, match=way_out):
+        find(f"{tmp_path}/{name}", "data.path")
 
 
 def test_hub_name_is_no_folder_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,8 @@ def test_rows_of_json_are_never_trained_on_as_text(
     auto: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path, name: str
 ) -> None:
     file = write_rows(tmp_path / name, [{"text": text} for text in TEXTS])
-    words = 'has JSON lines, not plain text: .*set data.source = "auto", which reads a column'
+    rename = "rename it to .jsonl and " if name == "a.txt" else ""
+    words = f'has JSON lines, not plain text: .*; {rename}set data.source = "auto", which reads a column'
     with pytest.raises(ValueError, match=f"data.path: {file} {words}"):
         open_loader(auto(file, source="text"))
     with pytest.raises(ValueError, match=f"data.files: {file} has JSON lines, not plain text"):
@@ -104,7 +105,14 @@ def test_rows_of_json_are_never_trained_on_as_text(
     [
         ("a.jsonl", '{"text": "one"}', "JSON lines"),
         ("a.txt", '[\n {"text": "one"}]', "an array of JSON records"),
-        ("a.txt", '{"text": "one"}', ""),  # one line may be a text about JSON
+        ("a.txt", '{"text": "one"}', "JSON lines"),
+        ("a.txt", '{"prompt": "a", "completion": "b"}', "JSON lines"),
+        ("a.txt", '{"name": "one"}', ""),  # one line may be a text about JSON
+        ("a.txt", '\ufeff{"a": "one"}\n{"a": "two"}', "JSON lines"),
+        ("a.txt", '\ufeff[{"a": "one"}]', "an array of JSON records"),
+        ("a.txt", 'cut"}\n{"a": "one"}\n{"a": "two"}', "JSON lines"),
+        ("a.txt", '{"a": "one"}\n{"a": "tw\n{"a": "three"}', "JSON lines"),
+        ("a.txt", 'Such as:\n{"a": "one"}\n{"a": "two"}\nor\nothers', ""),
         ("a.json", '{\n "text": "one",\n "b": {"c": 1}\n}', ""),
         ("a.txt", "{ this } is\n{ text }\n", ""),
         ("a.txt", "[{not: json}]", ""),

@@ -75,12 +75,17 @@ def find(path: str, key: str, split: str = "train") -> Found:
     if not has_magic and not folder.exists() and HUB_NAME.fullmatch(path) and not kind_of_name(path):
         return Found("datasets", [])
     files = find_files(path, key)
-    if tables := [file for file in files if ending_of(file.name) in TABLES]:
-        reader = TABLES[ending_of(tables[0].name)]
-        way_out = f'set data.source = "datasets", data.path = "{reader}" and data.files = {path!r}'
+    if tables := [file for file in files if _table(file)]:
+        way_out = f'set data.source = "datasets", data.path = "{_table(tables[0])}" and data.files = {path!r}'
+        way_out = way_out if key == "data.path" else "write it as .jsonl or .parquet"
         raise ValueError(f"{key}: {tables[0]} is a table that `datasets` reads; {way_out}")
     kinds = _without_indexes({file: kind_of_name(file.name) for file in files})
     return Found(_one_kind({file: kind or "text" for file, kind in kinds.items()}, key, path), list(kinds))
+
+
+def _table(file: Path) -> str:
+    """The `data.path` with which `datasets` reads a file, also a compressed one; empty if none does."""
+    return TABLES.get(ending_of(file.name).removesuffix(".gz").removesuffix(".zst"), "")
 
 
 def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:

@@ -1,15 +1,17 @@
 """Documents from local text files, one document per file."""
 
+import codecs
 import json
 import logging
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_moe.config.data_files import LINE_ENDINGS, STANDARD_LIBRARY, ending_of, find_files
+from titan_moe.config.data_files import LINE_ENDINGS, ROWS, STANDARD_LIBRARY, ending_of, find_files, kind_of_name
 from titan_moe.data.bad_rows import BadRowError
 from titan_moe.data.file_kinds import HEAD_BYTES, kind_of
 from titan_moe.data.opened import read_whole
+from titan_moe.data.row_text import CONVERSATIONS, NAMES
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _FEW_BAD_BYTES = 8
@@ -56,8 +58,9 @@ def read_documents(files: list[Path]) -> Iterator[str]:
         if kind := kind_of(data[:HEAD_BYTES], is_text=True):
             raise BadRowError(f"data.path: {file} is {kind.name}, not text in UTF-8; {kind.way_out}")
         if rows := rows_of_json(file, data):
+            rename = "" if kind_of_name(file.name) in ROWS else "rename it to .jsonl and "
             raise BadRowError(
-                f"data.path: {file} has {rows}, not plain text: its braces and names would be trained on; set "
+                f"data.path: {file} has {rows}, not plain text: its braces and names would be trained on; {rename}set "
                 'data.source = "auto", which reads a column of it'
             )
         text = data.decode("utf-8", errors="replace")
@@ -78,13 +81,17 @@ def read_documents(files: list[Path]) -> Iterator[str]:
 def rows_of_json(file: Path, data: bytes) -> str:
     """What a file is that has rows of JSON and no text, in words; empty for text.
 
-    The content decides: two lines that are objects, or an array of them. The ending does for files of one line.
+    The content decides: most of the first lines are objects, or there is an array of them. A file of one line is one
+    if its ending or the names in it say so.
     """
-    lines = [line for line in data[:_HEAD_OF_ROWS].split(b"\n", 8)[:8] if line.strip()]
     is_whole = len(data) <= _HEAD_OF_ROWS
+    data = data.removeprefix(codecs.BOM_UTF8)
+    lines = [line for line in data[:_HEAD_OF_ROWS].split(b"\n", 8)[:8] if line.strip()]
     if ending_of(file.name).startswith(LINE_ENDINGS) and lines:
         return "JSON lines"
-    if len(lines) > 1 and all(_is_object(line) for line in lines[:2]):
+    objects = [found for line in lines if (found := _object(line)) is not None]
+    is_row = len(objects) == 1 and any({*names} <= {*objects[0]} for names in (NAMES[:1], NAMES[1:], *CONVERSATIONS))
+    if 2 * len(objects) > len(lines) and (len(lines) > 1 or is_row):
         return "JSON lines"
     start = data[:HEAD_BYTES].split()
     if b"".join(start[:2])[:2] != b"[{":
@@ -109,14 +116,15 @@ def first_line_not_utf8(file: Path) -> str:
     return ""
 
 
-def _is_object(line: bytes) -> bool:
-    """Whether a line is an object of JSON. One that is cut is none."""
+def _object(line: bytes) -> dict[str, object] | None:
+    """The object of JSON that a line is. One that is cut is none."""
     if not line.strip().startswith(b"{"):
-        return False
+        return None
     try:
-        return isinstance(json.loads(line), dict)
+        found = json.loads(line)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _count_bad_bytes(data: bytes, text: str) -> int:
