@@ -482,6 +482,14 @@ BROKEN = {
     "bytes_fit_the_vocabulary": ("--model.vocab_size=255", "model.vocab_size = 255 is below the 256 ids"),
     "text_has_a_tokenizer": ("--data.tokenizer=", 'data.tokenizer = "" names no tokenizer'),
     "conversations_are_rows": ("--data.format=chat", 'data.format = "chat" cannot be read from data.source = "text"'),
+    "validation_is_of_conversations_too": (
+        "--data.format=chat --validation.sets.code=a.jsonl --validation.source=text",
+        'validation.source = "text" has no conversations for data.format = "chat"',
+    ),
+    "validation_text_has_a_tokenizer": (
+        "--data.source=tokens --data.tokenizer= --validation.sets.code=a.txt --validation.source=text",
+        'validation.source = "text" is text, but data.tokenizer = "" names no tokenizer',
+    ),
     "conversations_have_a_tokenizer_folder": ("--data.format=chat", 'has no template in data.tokenizer = "bytes"'),
     "conversations_are_kept_apart": ("--data.format=chat", "to each other with data.document_attention = false"),
     "chat_options_need_conversations": (

@@ -113,6 +113,10 @@ def test_data_of_validation_is_opened_only_where_it_is_read(
         ({"path": "nowhere.txt"}, "validation.path = 'nowhere.txt' matches no file"),
         ({"sets": Table(code="nowhere.txt")}, "validation.sets.code = 'nowhere.txt' matches no file"),
         ({"path": "HERE/short.txt"}, "validation.path gives 6 tokens, fewer than one sequence needs"),
+        (
+            {"path": "HERE/short.txt", "source": "datasets"},
+            "validation.path = .* is a file, .*validation.source = .auto.",
+        ),
         ({"path": "HERE/rows.jsonl.gz", "source": "text"}, "validation.path: .* has JSON lines, .*validation.source ="),
     ],
 )

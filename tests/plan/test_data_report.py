@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import Recipe
+from titan_moe.config.chat import ChatConfig
 from titan_moe.config.mixture import MixtureSource
 from titan_moe.config.schema import Table
 from titan_moe.plan.check_report import describe
@@ -43,7 +44,7 @@ def test_length_is_told_in_tokens_and_tokens_a_parameter() -> None:
     ("data", "words"),
     [
         ({"path": "HERE/*.txt"}, "text: 2 files of HERE/*.txt, 1.5 kB, some 1,502 tokens"),
-        ({"path": "HERE/*.txt", "tokenizer": "folder"}, "text: 2 files of HERE/*.txt, 1.5 kB"),
+        ({"path": "HERE/*.txt", "tokenizer": "HERE"}, "text: 2 files of HERE/*.txt, 1.5 kB"),
         ({"path": "HERE/a.jsonl", "is_streamed": True}, "json: 1 file of HERE/a.jsonl, 9 bytes, streamed"),
         ({"path": "HERE/a.bin", "holdout_fraction": 0.1}, "some 500 tokens; 0.1 of the documents held out"),
         ({"path": "owner/name"}, "datasets: owner/name"),
@@ -60,6 +61,20 @@ def test_files_are_listed(tmp_path: Path, data: dict, words: str) -> None:
     data = {"source": "auto", **data}
     here = {key: value.replace("HERE", str(tmp_path)) if type(value) is str else value for key, value in data.items()}
     assert words.replace("HERE", str(tmp_path)) in _lines(here)[1]
+
+
+def test_what_a_run_would_refuse_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    data = {"source": "auto", "path": f"{tmp_path}/a.txt", "format": "chat", "tokenizer": f"{tmp_path}/none"}
+    _, *lines = _lines({**data, "chat": ChatConfig(template="none.jinja")}, path=f"{tmp_path}/a.txt")
+    has_none = f"text: {tmp_path}/a.txt has no conversations for data.format = 'chat', which are rows"
+    assert lines == [
+        has_none,
+        f"tokenizer: data.tokenizer = '{tmp_path}/none' is no folder here",
+        "template: data.chat.template = 'none.jinja' is no file here",
+        f"validation: {has_none}",
+    ]
+    assert len(_lines({**data, "tokenizer": str(tmp_path), "chat": ChatConfig(template="plain")})) == 2
 
 
 def test_data_of_validation_is_listed(tmp_path: Path) -> None:

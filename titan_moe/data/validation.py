@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from titan_moe.config import Recipe
@@ -53,6 +54,9 @@ def _open(recipe: Recipe, path: str, key: str, tokenizer: Tokenizer, cache: Cach
     """The samples of all data of a path."""
     own: dict[str, Any] = {"source": recipe.validation.source, "path": path}
     data = replace(recipe.data, **own, files="", is_streamed=False, holdout_fraction=0.0)
+    if recipe.validation.source == "datasets" and Path(path).expanduser().is_file():
+        way_out = 'validation.source = "auto" reads .jsonl, .json, .parquet and .arrow'
+        raise ValueError(f'{key} = {path!r} is a file, and validation.source = "datasets" takes hub names; {way_out}')
     try:
         data = replace(data, split=_split(recipe, path, key))
         return open_divided(replace(recipe, data=data), tokenizer, cache, BadRows(data.bad_rows), 0.0)[1]

@@ -12,6 +12,8 @@ from titan_moe.config.schema import counted
 from titan_moe.plan.cost.count import count_parameters
 
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+BYTES, PLAIN = "bytes", "plain"
+"""A tokenizer and a chat template that are no files."""
 BYTES_OF_AN_ID = {"uint16": 2, "uint32": 4}
 
 
@@ -32,6 +34,7 @@ def describe_data(recipe: Recipe) -> Iterator[str]:
     if recipe.data.source != "mixture":
         yield _source(recipe)
     yield from _mixture(recipe)
+    yield from _absent(recipe)
     validation = recipe.validation
     for name, path in {"": validation.path, **validation.sets}.items():
         if path:
@@ -49,6 +52,15 @@ def _mixture(recipe: Recipe) -> Iterator[str]:
             share = f"a share of its tokens to the power of {1 / recipe.data.mixture_temperature:.3g}"
         if name:
             yield f"{name}: {share}; {_source(replace(recipe, data=data))}"
+
+
+def _absent(recipe: Recipe) -> Iterator[str]:
+    """Lines about the tokenizer and the chat template, where they are not here."""
+    tokenizer, template = recipe.data.tokenizer, recipe.data.chat.template
+    if tokenizer not in ("", BYTES) and not Path(tokenizer).expanduser().is_dir():
+        yield f"tokenizer: data.tokenizer = {tokenizer!r} is no folder here"
+    if recipe.data.format == "chat" and template not in ("", PLAIN) and not Path(template).is_file():
+        yield f"template: data.chat.template = {template!r} is no file here"
 
 
 def _source(recipe: Recipe) -> str:
@@ -71,6 +83,8 @@ def _files(recipe: Recipe, source: str, path: str, key: str, split: str) -> str:
         return f"{source}: {path} cannot be read here: {words}"
     if not found.files:
         return f"{found.kind}: {path}"
+    if recipe.data.format == "chat" and found.kind in ("text", "tokens"):
+        return f"{found.kind}: {path} has no conversations for data.format = 'chat', which are rows"
     tokens = ""
     if found.kind == "tokens":
         tokens = f", some {num_bytes // BYTES_OF_AN_ID[recipe.data.token_dtype]:,} tokens"

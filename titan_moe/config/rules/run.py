@@ -68,6 +68,19 @@ conversations_are_rows = row(
     lambda r: r.data.format == "chat" and r.data.source not in ("auto", "datasets", "mixture"),
     "{data.format} cannot be read from {data.source}",
 )
+validation_is_of_conversations_too = row(
+    "a run on conversations validates on conversations, which are rows",
+    lambda r: r.data.format == "chat" and r.validation.has_own_data and r.validation.source in ("text", "tokens"),
+    "{validation.source} has no conversations for {data.format}",
+    "validation.source data.format",
+)
+validation_text_has_a_tokenizer = row(
+    "the tokenizer turns text into token ids",
+    lambda r: r.validation.has_own_data and r.validation.source in ("text", "datasets") and not r.data.tokenizer,
+    "{validation.source} is text, but {data.tokenizer} names no tokenizer",
+    "validation.source data.tokenizer",
+    hint="data.tokenizer = a folder with a tokenizer.json",
+)
 conversations_have_a_tokenizer_folder = row(
     "a chat template belongs to a tokenizer of Hugging Face",
     lambda r: r.data.format == "chat" and r.data.tokenizer in ("", "bytes"),
