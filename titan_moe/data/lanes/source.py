@@ -12,11 +12,10 @@ from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.chat.source import open_encoder
 from titan_moe.data.chat.stream import ConversationStream
 from titan_moe.data.documents import resolve
-from titan_moe.data.json_lines import Convert
 from titan_moe.data.lanes.cut import Part, cut
 from titan_moe.data.lanes.lane import Lane, PackedPart
 from titan_moe.data.lanes.samples import LaneSamples
-from titan_moe.data.row_text import PLACE, RowTexts
+from titan_moe.data.row_text import PLACE, Convert, RowTexts
 from titan_moe.data.stream import Documents, OpenDocuments, StreamedSamples
 from titan_moe.data.tokenizer import Tokenizer
 
