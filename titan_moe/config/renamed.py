@@ -215,7 +215,9 @@ SPELLINGS = {
     "dataset_dir datasets data_dir",
     "data.subset": "dataset_config_name dataset_config",
     "data.text_column": "text_field text_column_name dataset_text_field",
+    "data.mixture": "dataset_mixer dataset_mixture blend data_blend interleave_probs",
     "data.is_streamed": "streaming",
+    "data.shuffle_buffer_sequences": "shuffle_buffer_size streaming_shuffle_buffer",
     "data.is_shuffled": "shuffle",
     "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_type tokenizer_name tokenizer_name_or_path vocab_file "
     "hf_assets_path",
