@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import Recipe, load_recipe
-from titan_moe.config.parse import dump_recipe
+from titan_moe.config.parse import RecipeError, dump_recipe
 from titan_moe.config.run_length import known_steps, with_steps
 from titan_moe.config.train import TrainConfig
 
@@ -63,3 +63,21 @@ def test_nearest_source_says_it(tmp_path: Path, file: str, overrides: list[str],
     assert load_recipe(tmp_path / "again.toml") == recipe
     resolved = with_steps(replace(recipe), 40)
     assert load_recipe(tmp_path / "again.toml", [f"--train.steps={resolved.train.steps}"]) == resolved
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "words"),
+    [
+        (
+            "steps = 100\nepochs = 2.5",
+            [],
+            "r.toml: train.steps = 100 and train.epochs = 2.5 both say how long the run is",
+        ),
+        ("", ["--train.tokens=9", "--train.steps", "100"], "command line: train.steps = 100 and train.tokens = 9 both"),
+        ("steps = 100\ntokens = 9", ["--train.epochs=1"], "r.toml: train.steps = 100 and train.tokens = 9 both"),
+    ],
+)
+def test_default_of_the_steps_is_a_length_too(tmp_path: Path, file: str, overrides: list[str], words: str) -> None:
+    (tmp_path / "r.toml").write_text(f"[train]\n{file}")
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(tmp_path / "r.toml", overrides)

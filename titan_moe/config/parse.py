@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from titan_moe.config.nearest import unknown_key
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.renamed import REMOVED, values_before
-from titan_moe.config.run_length import is_given, without_length
+from titan_moe.config.run_length import hidden_length, is_given, without_length
 from titan_moe.config.schema import Key, Table, all_keys, counted, cut, in_toml, keys_of, shown, type_in_words
 from titan_moe.config.toml_file import read_toml
 
@@ -147,6 +147,7 @@ def _read_with_bases(path: Path, children: tuple[Path, ...], problems: list[str]
     table = read_toml(path, f"{children[-1]}: base: " if children else "", problems)
     base = table.pop("base", None)
     settings = _flatten(table, str(path))
+    problems += _lengths(settings, str(path))
     if isinstance(base, str) and not base.isprintable():
         problems.append(f"{path}: base = {shown(base)} must be a path, without control characters")
     elif isinstance(base, str):
@@ -160,6 +161,11 @@ def _merged(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, S
     """Settings of two sources. The nearer one decides, and alone says how long a run is if it says anything of it."""
     says_length = any(is_given(dotted, setting.value) for dotted, setting in above.items())
     return (without_length(below) if says_length else below) | above
+
+
+def _lengths(settings: dict[str, Setting], source: str) -> list[str]:
+    problem = hidden_length({dotted: setting.value for dotted, setting in settings.items()})
+    return [f"{source}: {problem}"] if problem else []
 
 
 def _of_a_run(path: Path, settings: dict[str, Setting]) -> dict[str, Setting]:
@@ -211,6 +217,7 @@ def _read_overrides(argv: Sequence[str], problems: list[str]) -> dict[str, Setti
                 problems.append(f"{COMMAND_LINE}: --{cut(dotted)} needs a value, {type_in_words(known[dotted])}")
                 continue
         settings[dotted] = Setting(text, COMMAND_LINE, is_text=True)
+    problems += _lengths(settings, COMMAND_LINE)
     return settings
 
 

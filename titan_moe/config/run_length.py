@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.schema import cut
 from titan_moe.config.train import TrainConfig
 
 KEYS = ("train.steps", "train.tokens", "train.epochs")
@@ -22,6 +23,17 @@ def is_given(key: str, value: Any) -> bool:
 def without_length(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that a nearer source overrides with another length."""
     return {key: value for key, value in settings.items() if key not in KEYS}
+
+
+def hidden_length(settings: Mapping[str, Any]) -> str:
+    """Say that one source gives the default of the steps and another length too, which `given` cannot see. Empty where
+    it does not, or has all of KEYS, as the recipe that a run writes."""
+    values = {key: settings[key] for key in KEYS if key in settings}
+    said = [key for key, value in values.items() if is_given(key, value)]
+    if len(said) < 2 or len(values) == len(KEYS) or str(values.get(KEYS[0])) != str(TrainConfig.steps):
+        return ""
+    both = " and ".join(f"{key} = {cut(str(values[key]))}" for key in said)
+    return f"{both} both say how long the run is; leave one of them out"
 
 
 def given(train: TrainConfig) -> list[str]:

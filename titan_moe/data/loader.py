@@ -43,7 +43,7 @@ class Loader:
         """`gather` collects the texts of all ranks, for the state of data of which each rank knows its part."""
         self.tokenizer, self._gather = tokenizer, gather
         self._training, self._validation, self._fingerprint, self.bad_rows = source[:4]
-        self._validation_sets, self.size = source.validation_sets, source.size
+        self._validation_sets = source.validation_sets
         self._recipe = recipe
         self._dp_rank = dp_rank
         self._dp_size = dp_size
