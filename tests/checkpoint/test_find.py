@@ -40,7 +40,15 @@ def test_other_rows_of_a_run_on_conversations_are_conversations(evaluated: Any) 
     assert not recipe.validation.has_own_data, "it is of the run's own data"
 
 
-@pytest.mark.parametrize("overrides", [["--data.path=a/*.txt"], ["--data.path=a.jsonl", "--data.format=text"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--data.path=a/*.txt"],
+        ["--data.path=a.jsonl", "--data.format=text"],
+        ["--data.path=a/*.py", "--data.source", "text"],
+        ["--data.path=ids/*", "--data.source=tokens"],
+    ],
+)
 def test_other_texts_are_no_conversations(evaluated: Any, overrides: list[str]) -> None:
     ((_, recipe),), _ = evaluated(*overrides)
     assert (recipe.data.format, recipe.data.chat) == ("text", ChatConfig())

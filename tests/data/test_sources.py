@@ -96,7 +96,7 @@ def test_rows_of_json_are_never_trained_on_as_text(
     words = f'has JSON lines, not plain text: .*; {rename}set data.source = "auto", which reads a column'
     with pytest.raises(ValueError, match=f"data.path: {file} {words}"):
         open_loader(auto(file, source="text"))
-    with pytest.raises(ValueError, match=f"data.files: {file} has JSON lines, not plain text"):
+    with pytest.raises(ValueError, match=f"data.files: {file} has JSON lines, not plain text; set data.path = .json."):
         open_loader(auto("text", source="datasets", files=str(file)))
 
 

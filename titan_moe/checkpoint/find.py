@@ -138,8 +138,12 @@ def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = 
 
 def _says_no_chats(overrides: Sequence[str]) -> bool:
     """Whether overrides name files that have no rows, or say what rows are."""
-    values = dict(word.partition("=")[::2] for word in overrides)
-    return "--data.format" in values or kind_of_name(values.get("--data.path", "")) in ("text", "tokens")
+    values = {}
+    for word, following in zip(overrides, [*overrides[1:], ""], strict=True):
+        key, equals, value = word.partition("=")
+        values[key] = value if equals else following
+    kinds = kind_of_name(values.get("--data.path", "")), values.get("--data.source")
+    return "--data.format" in values or not {"text", "tokens", "synthetic"}.isdisjoint(kinds)
 
 
 def _tokenizer(found: Found, fields: dict[str, Any]) -> dict[str, Any]:

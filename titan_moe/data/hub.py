@@ -229,7 +229,7 @@ def _refuse_other_kinds(data: DataConfig) -> None:
         if kind is not None and not kind.is_compressed:
             raise ValueError(f"data.files: {file} is {kind.name}, not {data.path} in UTF-8; {kind.way_out}")
         if kind is None and data.path == "text" and (rows := rows_of_json(file, _start(file))):
-            way_out = f'set data.source = "auto" and data.path = {data.files!r}, which reads a column of it'
+            way_out = 'set data.path = "json", which reads a column of it'
             raise ValueError(f"data.files: {file} has {rows}, not plain text; {way_out}")
         if kind is None and (zeros := zeros_of(head)):
             raise ValueError(f"data.files: {file} is not {data.path} in UTF-8: {zeros}")
