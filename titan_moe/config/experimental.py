@@ -73,6 +73,7 @@ EXPERIMENTAL = (
         Experimental("model.adapter.targets", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
         for name in ("attention", "dense", "shared", "experts")
     ),
+    Experimental("optim.kind", "muon", _ON_CPUS_ALONE),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),
     Experimental("precision.gradients", "bf16", "its losses are not measured"),

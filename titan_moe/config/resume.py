@@ -50,6 +50,7 @@ CHANGES: dict[str, Change] = {
     "train.seq_len_tokens": REFUSED,
     "train.micro_batch_sequences": FREE,
     "optim": LOGGED,
+    "optim.kind": REFUSED,  # the states of another kind; `SAME` has the exception
     "optim.trainable": REFUSED,  # frozen parameters have no moments, and are saved in compute's dtype
     "data": LOGGED,
     "data.source": SAME_CONTENT,
@@ -80,7 +81,7 @@ CHANGES: dict[str, Change] = {
 }
 """Section or field -> what a resume does with a change in it. The longest entry that a field lies in decides."""
 
-SAME = {"precision.master": ("fp32", "fp32_split")}
+SAME = {"precision.master": ("fp32", "fp32_split"), "optim.kind": ("adamw", "fused_adamw")}
 """Values of a field between which a resume may change although the field may not change otherwise; it is logged."""
 
 DEFAULT = LOGGED

@@ -85,15 +85,40 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """AdamW (arXiv:1711.05101) and its schedule: linear warmup, constant, decay."""
+class MuonConfig:
+    """Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982), with the defaults of `torch.optim.Muon`."""
 
-    kind: Literal["adamw", "fused_adamw"] = "adamw"
+    momentum: float = 0.95
+    """Decay rate of the momentum."""
+    nesterov: bool = True
+    """Whether the update is that of the next step: the gradient enters it once more (Nesterov)."""
+    ns_steps: int = 5
+    """Steps of Newton-Schulz, a quintic polynomial with fixed coefficients, in bf16."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How the learning rate of a matrix of R rows and C columns follows its shape.
+    `match_rms_adamw`: times 0.2 sqrt(max(R, C)), so that an update is as large as one of AdamW: `optim.lr` and
+    `optim.weight_decay` of AdamW fit (Moonlight, Kimi K2).
+    `original`: times sqrt(max(1, R / C))."""
+    lr_scale: float = 1.0
+    """Learning rate of the matrices as a multiple of `optim.lr`, which the other parameters have. `original` wants
+    rates of some 0.02."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer, AdamW (arXiv:1711.05101) or Muon, and its schedule: linear warmup, constant, decay."""
+
+    kind: Literal["adamw", "fused_adamw", "muon"] = "adamw"
     """The implementation of the optimizer.
     `adamw`: torch's fused AdamW, with one dtype for parameters, gradients and moments.
     `fused_adamw`: One Triton kernel for AdamW and clipping, with `precision.moments` and stochastic rounding to bf16
     (a reference in PyTorch on CPUs).
+    `muon`: Muon for the matrices of attention, dense layers and experts, each of a fused weight on its own, with one
+    momentum in `precision.moments` in place of two moments (`optim.muon`). Embeddings, heads, routers, norms, biases and
+    adapters have `fused_adamw`.
     """
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """Of `kind = "muon"`."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9

@@ -13,6 +13,8 @@ from titan_moe.optim.adamw import AdamW
 from titan_moe.optim.fused_adamw import FusedAdamW
 from titan_moe.optim.groups import decay_groups
 from titan_moe.optim.moments_8bit import copy_from_plain, is_8bit, to_plain
+from titan_moe.optim.muon import Muon, muon_matrices
+from titan_moe.parameters import fused_rows
 from titan_moe.titan import OptimizersContainer
 
 
@@ -41,7 +43,15 @@ def build_fused_adamw(part: nn.Module, config: OptimConfig, run: RunOptions) -> 
     return FusedAdamW(_groups(part, config), names=names, **options)
 
 
-BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "fused_adamw": build_fused_adamw}
+def build_muon(part: nn.Module, config: OptimConfig, run: RunOptions) -> Muon:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in part.named_parameters()}
+    rows = fused_rows(part)
+    matrices = {parameter: rows.get(name, ()) for parameter, name in muon_matrices(part).items()}
+    options = _adam_options(config) | {"moments": run.moments, "seed": run.seed}
+    return Muon(_groups(part, config), matrices, names=names, config=config.muon, **options)
+
+
+BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "fused_adamw": build_fused_adamw, "muon": build_muon}
 """`optim.kind` -> builder; config/optimizers.py has the facts for rules."""
 
 

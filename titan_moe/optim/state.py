@@ -45,5 +45,7 @@ def _zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def put_lr_on_device(optimizer: torch.optim.Optimizer) -> None:
     """Make every group's learning rate a tensor, which a schedule fills and a captured step reads."""
     for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            continue  # that of an optimizer within this one
         device = group["params"][0].device
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)

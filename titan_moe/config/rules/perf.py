@@ -12,6 +12,7 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import step_can_be_captured
 from titan_moe.config.rules.rule import Problem, key_of_kernel, row, rule, rules_in, said
 from titan_moe.config.skew import obstacles_to_skew
+from titan_moe.config.train import MuonConfig
 
 LARGEST_DENSE_MASK_GIB = 1
 """Of a mask for SDPA, which has a byte for each pair of a query and a key; 32,768 tokens without cp."""
@@ -106,7 +107,8 @@ def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: in
 
 
 @rule(
-    "adamw has one dtype for parameters and moments; fused_adamw computes in fp32 on GPUs",
+    "adamw has one dtype for parameters and moments; fused_adamw and muon compute in fp32 on GPUs; the momentum of muon "
+    "is a plain tensor, and its gradients are in the dtype of its masters",
     "precision.moments master gradients optim.kind",
 )
 def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -115,11 +117,22 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield said(recipe, "{precision.moments} is coarser than {precision.master}")
     elif p.moments_dtype != p.master_dtype and not facts.has_own_moments:
         yield said(recipe, "{precision.moments} beside {precision.master} has no {optim.kind}")
+    elif p.moments_dtype == "fp8" and not facts.has_8bit_moments:
+        yield said(recipe, "{precision.moments} has no {optim.kind}")
     if p.gradients_dtype != p.parameters and not facts.has_own_gradients:
         key = "{precision.master}" if p.has_split_masters else "{precision.gradients} beside {precision.master}"
         yield said(recipe, f"{key} has no {{optim.kind}}")
     if p.master == "fp64" and recipe.run.device == "cuda" and not facts.takes_fp64_on_gpus:
         yield said(recipe, "{precision.master} has no {optim.kind} with {run.device}")
+
+
+@rule("an option without effect hides a mistake", "optim.kind muon.momentum nesterov ns_steps adjust_lr lr_scale")
+def options_of_muon_have_an_effect(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if OPTIMIZERS[recipe.optim.kind].orthogonalises:
+        return
+    for name, default in asdict(MuonConfig()).items():
+        if getattr(recipe.optim.muon, name) != default:
+            yield said(recipe, f"{{optim.muon.{name}}} has no effect with {{optim.kind}}")
 
 
 bf16_weights_are_rounded_stochastically = row(

@@ -101,6 +101,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "weight_decay max_grad_norm warmup_steps decay_steps": ZERO_OR_MORE,
         "min_lr_ratio": SHARE,
     },
+    "optim.muon": {"momentum": SHARE_BELOW_ONE, "ns_steps": Range(1, 99), "lr_scale": ABOVE_ZERO},
     "data": {
         "holdout_fraction": SHARE_BELOW_ONE,
         "mixture_temperature": ZERO_OR_MORE,
