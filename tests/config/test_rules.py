@@ -356,6 +356,10 @@ BROKEN = {
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
     "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'precision.master = "fp32" has no optim.kind = "adamw"'),
+    "options_of_muon_have_an_effect": (
+        "--optim.muon.momentum=0.9",
+        'optim.muon.momentum = 0.9 has no effect with optim.kind = "adamw"',
+    ),
     "states_are_parked_by_our_kernel": (
         "--memory.park=moments",
         'memory.park = "moments" has no optim.kind = "adamw"',
@@ -630,6 +634,11 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
             8,
             'precision.master = "fp64" has no optim.kind = "fused_adamw" with run.device = "cuda"',
         ),
+        ("--precision.moments=fp8 --optim.kind=muon", 8, 'precision.moments = "fp8" has no optim.kind = "muon"'),
+        ("--precision.gradients=bf16 --optim.kind=muon", 8, 'has no optim.kind = "muon"'),
+        ("--precision.master=fp32_split --optim.kind=muon", 8, 'precision.master = "fp32_split" has no optim.kind'),
+        ("--precision.master=bf16 --optim.kind=muon", 8, 'which optim.kind = "muon" has not'),
+        ("--memory.park=moments --optim.kind=muon", 8, 'memory.park = "moments" has no optim.kind = "muon"'),
         ("--model.moe.latent_size=12", 8, "model.moe.latent_size = 12 is not a multiple of 8"),
         ("--model.hidden_size=130", 8, "model.hidden_size = 130 is not a multiple of 8"),
         ("--model.attention.full_attention_every=2", 8, "model.attention.sliding_window = 0"),
@@ -939,6 +948,7 @@ def test_rules_with_several_cases_refuse_each(
         "--run.is_deterministic=true --perf.attention=flex --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--precision.moments=fp32",  # what master is
         "--precision.moments=bf16 --optim.kind=fused_adamw",
+        "--precision.moments=bf16 --optim.kind=muon --optim.muon.adjust_lr=original --optim.muon.lr_scale=60",
         "--precision.moments=fp8 --optim.kind=fused_adamw --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--precision.moments=fp8 --precision.master=bf16 --optim.kind=fused_adamw",
         "--precision.moments=fp32 --precision.master=bf16 --optim.kind=fused_adamw",

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_moe.config.train import MuonConfig, OptimConfig
-from titan_moe.kernels.optim.muon import orthogonalise
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.parameters import ParameterKind, full_tensor, local
 

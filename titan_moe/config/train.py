@@ -114,8 +114,8 @@ class OptimConfig:
     `fused_adamw`: One Triton kernel for AdamW and clipping, with `precision.moments` and stochastic rounding to bf16
     (a reference in PyTorch on CPUs).
     `muon`: Muon for the matrices of attention, dense layers and experts, each of a fused weight on its own, with one
-    momentum in `precision.moments` in place of two moments (`optim.muon`). Embeddings, heads, routers, norms, biases and
-    adapters have `fused_adamw`.
+    momentum in `precision.moments` in place of two moments (`optim.muon`). Embeddings, heads, routers, norms, biases
+    and adapters have `fused_adamw`.
     """
     muon: MuonConfig = field(default_factory=MuonConfig)
     """Of `kind = "muon"`."""

@@ -78,9 +78,7 @@ class Muon(torch.optim.Optimizer):
         others = [[p for p in group["params"] if p not in matrices] for group in groups]
         of_muon = [group | {"params": own} for group, own in zip(groups, apart, strict=True) if own]
         of_adamw = [group | {"params": own} for group, own in zip(groups, others, strict=True) if own]
-        self.adamw = (
-            FusedAdamW(of_adamw, names=names, lr=lr, moments=moments, seed=seed, **adamw) if of_adamw else None
-        )
+        self.adamw = FusedAdamW(of_adamw, names=names, lr=lr, moments=moments, seed=seed, **adamw) if of_adamw else None
         shared = [] if self.adamw is None else self.adamw.param_groups
         super().__init__([*of_muon, *shared], {"lr": lr, "weight_decay": 0.0})
         self.of_muon = self.param_groups[: len(of_muon)]

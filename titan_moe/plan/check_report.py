@@ -28,6 +28,7 @@ from titan_moe.plan.cost.memory import (
     replica_bytes_per_rank,
     temporary_bytes_per_rank,
 )
+from titan_moe.plan.cost.muon import describe_muon
 from titan_moe.plan.cost.offload import copied_bytes, host_bytes
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
 from titan_moe.plan.cost.roofline import sharding_bytes
@@ -62,6 +63,7 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         ("step", _step(resolved)),
         *_labelled("data", describe_data(recipe)),
         *_labelled("pipeline", describe_pipeline(resolved, _factor(resolved))),
+        *_labelled("muon", describe_muon(resolved.parts)),
         ("memory", _memory(resolved)),
         *_peak_itself(resolved),
         *_fit_rows(as_given, world_size, gpu, devices),

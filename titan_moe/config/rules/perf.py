@@ -107,8 +107,8 @@ def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: in
 
 
 @rule(
-    "adamw has one dtype for parameters and moments; fused_adamw and muon compute in fp32 on GPUs; the momentum of muon "
-    "is a plain tensor, and its gradients are in the dtype of its masters",
+    "adamw has one dtype for parameters and moments; fused_adamw and muon compute in fp32 on GPUs; a momentum of "
+    "muon is a plain tensor, and its gradients are in the dtype of its masters",
     "precision.moments master gradients optim.kind",
 )
 def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -126,7 +126,7 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield said(recipe, "{precision.master} has no {optim.kind} with {run.device}")
 
 
-@rule("an option without effect hides a mistake", "optim.kind muon.momentum nesterov ns_steps adjust_lr lr_scale")
+@rule("an option without effect hides a mistake", "optim.muon.momentum nesterov ns_steps adjust_lr lr_scale optim.kind")
 def options_of_muon_have_an_effect(recipe: Recipe, world_size: int) -> Iterator[str]:
     if OPTIMIZERS[recipe.optim.kind].orthogonalises:
         return

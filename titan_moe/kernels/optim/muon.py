@@ -4,9 +4,9 @@ The update of a matrix M = U S V^T is nearly U V^T: all of its directions count 
 polynomial, whose coefficients make small singular values grow fastest, bring these into [0.7, 1.2].
 
 Physics: bound by products. With s <= l the two dimensions of a matrix, a step costs 4 s^2 l + 2 s^3 FLOPs: X X^T, the
-square of that, and its product with X. For an eighth of Qwen3-30B's experts five steps are 66 TFLOP, a tenth of a second
-of a GPU. Stacks of matrices go through batched products: a launch for each of thousands of matrices would cost more.
-The momentum is a pass over memory beside it: gradient and momentum are read, momentum and bf16 update written.
+square of that, and its product with X. For an eighth of Qwen3-30B's experts five steps are 66 TFLOP, a tenth of a
+second of a GPU. Stacks of matrices go through batched products: a launch for each of thousands of matrices would cost
+more. Momentum and weight are passes over memory beside it.
 """
 
 from collections.abc import Sequence

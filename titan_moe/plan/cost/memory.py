@@ -15,6 +15,7 @@ from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.config.recompute import recompute_of
 from titan_moe.config.trainable import num_trained, trains_all
 from titan_moe.plan.cost.loads import layer_loads
+from titan_moe.plan.cost.muon import muon_parameters
 from titan_moe.plan.pipeline.parts import RankPart
 from titan_moe.plan.pipeline.slabs import ArenaSlabs
 
@@ -31,7 +32,8 @@ def state_bytes(part: RankPart) -> int:
     kept = BYTES_OF_DTYPE[precision.master] + BYTES_OF_DTYPE[precision.gradients_dtype] + precision.bytes_of_moments
     is_whole = trains_all(recipe.model, recipe.optim.trainable)
     frozen = 0.0 if is_whole else (parameters_of(part) - trained) * BYTES_OF_DTYPE[precision.compute]
-    return round(trained * kept + frozen) - parked_bytes(part)
+    saved = muon_parameters(part) * precision.bytes_of_moments / 2
+    return round(trained * kept - saved + frozen) - parked_bytes(part)
 
 
 def parked_bytes(part: RankPart) -> int:

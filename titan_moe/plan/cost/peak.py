@@ -29,6 +29,7 @@ from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
 from titan_moe.config.recompute import recompute_of
 from titan_moe.config.trainable import trains_head
+from titan_moe.plan.cost import muon
 from titan_moe.plan.cost.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reduced_bytes, reducing_bytes
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.memory import (
@@ -88,7 +89,7 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
     end = gradients + delayed + temporary + copies + of_root * compute + reduced_root * accumulated
     end += max(num_kept - 1, 0) * of_one + sum(sent[:LAYERS_UNDER_WAY])  # of the others in flight, and on the way back
     reductions = copies + reduced_root * (reduce + (accumulated or compute))
-    after = gradients + max(reductions, flat_copy_bytes(part), window_bytes(part))
+    after = gradients + max(reductions, flat_copy_bytes(part), window_bytes(part), muon.temporary_bytes(part))
     if recipe.compile.cudagraph == "off":
         return round(state + arena + max(begin, end, after))
     has_sums, reduced = not (is_once or is_first), reduced_bytes(part)

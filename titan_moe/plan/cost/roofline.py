@@ -15,7 +15,7 @@ from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.trainable import passes_of
 from titan_moe.plan.choice.hardware import Hardware
-from titan_moe.plan.cost import replicated_grads
+from titan_moe.plan.cost import muon, replicated_grads
 from titan_moe.plan.cost.count import attention_core_flops_per_token
 from titan_moe.plan.cost.links import rows_sent
 from titan_moe.plan.cost.memory import experts_per_rank, trained_experts_per_rank, trained_of
@@ -77,16 +77,18 @@ def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Re
 
 
 def update_work(part: RankPart) -> tuple[RegionWork, RegionWork]:
-    """The work of norm and clipping, and of AdamW: passes over memory.
+    """The work of norm and clipping, and of the optimizer: passes over memory, and the products of Muon.
 
     The norm reads the gradients. Clipping reads and writes them, unless the optimizer's kernel clips. AdamW reads
-    parameter, gradient and two moments and writes all but the gradient.
+    parameter, gradient and two moments and writes all but the gradient. Muon has one moment of its matrices.
     """
     recipe, held, precision = part.recipe, trained_of(part), part.recipe.precision
     master, gradient = BYTES_OF_DTYPE[precision.master], BYTES_OF_DTYPE[precision.gradients_dtype]
     clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
     clip = RegionWork(memory_bytes=held * gradient * (3 if clips_in_a_pass else 1))
-    return clip, RegionWork(memory_bytes=held * (2 * master + gradient + 2 * precision.bytes_of_moments))
+    moved = held * (2 * master + gradient + 2 * precision.bytes_of_moments)
+    moved -= muon.muon_parameters(part) * precision.bytes_of_moments
+    return clip, RegionWork(muon.update_flops(part), moved, muon.exchanged_bytes(part))
 
 
 def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
