@@ -42,7 +42,8 @@ def state_of(built: Any) -> dict[str, Tensor]:
     rows = {name: sizes for part in built.parts for name, sizes in fused_rows(part).items()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in tensors_of(built):
-        full = full_tensor(tensor.detach(), rows.get(name.removeprefix("state.").rpartition(".exp_avg")[0] or name, ()))
+        weight = name.removeprefix("state.").rpartition(".")[0] if name.startswith("state.") else name
+        full = full_tensor(tensor.detach(), rows.get(weight, ()))
         assert torch.equal(tensors.setdefault(name, full.clone()), full), f"copies of {name} differ"
     assert tensors.keys() >= built.optimizers.state_dict().keys()
     return tensors

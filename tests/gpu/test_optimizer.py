@@ -1,5 +1,6 @@
 """A captured optimizer step is the step: it reads rate, guard, factor and gradients anew and waits for nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ OPTIONS: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
     "torch": (TORCH, {"capturable": True}),
     "fused": (FUSED, {}),
     "fused_bf16": (FUSED, {"moments": torch.bfloat16, "seed": 1}),
+    "muon": (replace(FUSED, kind="muon"), {}),
+    "muon_bf16": (replace(FUSED, kind="muon"), {"moments": torch.bfloat16}),
     "fused_fp8": (FUSED, {"moments": torch.float8_e4m3fn, "seed": 1}),
 }
 
