@@ -10,7 +10,7 @@ from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.config.recipe import Recipe as RecipeType
 from titan_moe.config.resume import CHANGES, DEFAULT, Change, change_of, compare, flatten
 from titan_moe.config.schema import Table, all_keys
-from titan_moe.config.train import ValidationConfig
+from titan_moe.config.train import OptimConfig, ValidationConfig
 
 
 def test_every_entry_is_a_section_or_a_field() -> None:
@@ -64,6 +64,12 @@ def test_changes_name_both_values() -> None:
     changes = compare(flatten(before), after)
     assert changes.refused == ["model.moe.top_k = 3 (was 2)"]
     assert changes.logged == ['run.device = "cpu" (was "auto")', "model.moe.aux_loss_coef = 0.01 (was 0.0)"]
+
+
+def test_kinds_of_optimizers_change_where_they_have_the_same_states() -> None:
+    adamw, ours, muon = (replace(Recipe(), optim=OptimConfig(kind=kind)) for kind in ("adamw", "fused_adamw", "muon"))
+    assert compare(flatten(adamw), ours).logged == ['optim.kind = "fused_adamw" (was "adamw")']
+    assert compare(flatten(ours), muon).refused == ['optim.kind = "muon" (was "fused_adamw")']
 
 
 def test_fields_of_other_versions() -> None:

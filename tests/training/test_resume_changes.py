@@ -52,7 +52,7 @@ def base(make_run, tokens: Path):
         ("--model.moe.bias_update_speed=0", LOGGED),
         ("--train.global_batch_sequences=8", LOGGED),
         ("--optim.lr=3e-3", LOGGED),
-        ("--optim.kind=fused_adamw", LOGGED),
+        ("--optim.kind=muon", REFUSED),
         ("--perf.attention=math", LOGGED),
         ("--train.micro_batch_sequences=1", FREE),
         ("--memory.recompute=experts", FREE),
