@@ -39,6 +39,7 @@ from titan_moe.kernels.optim.accumulate import launch_accumulate
 from titan_moe.kernels.optim.adamw import Rule, Shard, launch_adamw
 from titan_moe.kernels.optim.adamw_8bit import Shard8, launch_adamw_8bit
 from titan_moe.kernels.optim.moments_8bit import Moment
+from titan_moe.kernels.optim.muon import Decay, Momentum, launch_momentum, launch_step
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.rope.backward import rotary_backward
 from titan_moe.kernels.rope.forward import rotary_forward
@@ -127,6 +128,10 @@ def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
     n = param.numel()
     shard = Shard(single(), 2**40 + 1, param, param, moments(n), moments(n))
     launch_adamw(shard, Rule(single(), single(), single(), 0.9, 0.999, 1e-8, 0.1))
+
+
+def muon_rule(nesterov: bool) -> Momentum:
+    return Momentum(single(), single(), 0.95, nesterov)
 
 
 def adamw_8bit(param: Tensor) -> None:
@@ -436,6 +441,9 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "adamw_fp32": lambda: adamw(single(R * D), single),
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),
+    "muon_momentum": lambda: launch_momentum(single(R, D), single(R, D), half(R, D), muon_rule(True)),
+    "muon_momentum_bf16": lambda: launch_momentum(single(R, D), half(R, D), half(R, D), muon_rule(False)),
+    "muon_step": lambda: launch_step(single(R, D), half(R, D), 0.7, Decay(single(), single(), 0.1)),
     "adamw_fp8": lambda: adamw_8bit(single(R * D)),
     "adamw_fp8_bf16": lambda: adamw_8bit(half(R * D)),
     "plan_tiles": tiles,

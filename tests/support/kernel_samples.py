@@ -19,6 +19,7 @@ from titan_moe.kernels.optim.accumulate import BLOCK
 from titan_moe.kernels.optim.adamw import Rule, Shard
 from titan_moe.kernels.optim.adamw_8bit import Shard8
 from titan_moe.kernels.optim.moments_8bit import NEAREST, quantize_reference
+from titan_moe.kernels.optim.muon import Decay, Momentum
 from titan_moe.kernels.optim.stochastic_rounding import QUARTER
 from titan_moe.kernels.permute.rows import plan_slots
 from titan_moe.kernels.registry import Output, Sample
@@ -458,6 +459,39 @@ def shards_of(device: torch.device, dtype: torch.dtype, moments: torch.dtype) ->
     return [Sample(f"{name}, moments {moments}", args, 0) for name, args in samples.items()]
 
 
+def momenta(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Stacks of gradients and momenta of both dtypes, with and without Nesterov's step, and a skipped one."""
+    samples = []
+    for name, shape in {"odd": (3, 5, 7), "empty": (0, 4, 4), "blocks": (2, 64, 33)}.items():
+        for buffer in dict.fromkeys((dtype, *BF16)):
+            grad, own = torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=buffer)
+            no, half = (torch.tensor(value, device=device) for value in (0.0, 0.5))
+            for nesterov in (False, True):
+                rule = Momentum(no, half, 0.95, nesterov)
+                samples.append(Sample(f"{name}, momentum {buffer}, {nesterov}", (grad, own.clone(), rule), 0))
+    grad, own = torch.full((1, 3, 5), torch.nan, device=device, dtype=dtype), torch.randn(1, 3, 5, device=device)
+    one = torch.ones((), device=device)
+    samples.append(Sample("skipped", (grad, own.to(dtype), Momentum(one, one, 0.95, True)), 0))
+    samples.append(Sample("strided", (torch.randn(1, 5, 3, device=device, dtype=dtype).mT, own.to(dtype), rule), 0))
+    return samples
+
+
+def steps_of_weights(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Weights and bf16 updates, also of tall matrices, whose stacks are transposed, and a skipped one."""
+    no, one, lr = (torch.tensor(value, device=device) for value in (0.0, 1.0, 0.01))
+    samples = []
+    for name, shape in {"odd": (3, 5, 7), "empty": (0, 4, 4), "blocks": (2, 64, 33)}.items():
+        param = torch.randn(shape, device=device, dtype=dtype)
+        update = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        samples.append(Sample(name, (param, update, 0.7, Decay(lr, no, 0.1)), 0))
+        samples.append(Sample(f"{name} skipped", (param.clone(), update, 0.7, Decay(lr, one, 0.1)), 0))
+    tall = torch.randn(2, 7, 5, device=device, dtype=torch.bfloat16).mT
+    param, column = torch.randn(2, 5, 7, device=device, dtype=dtype), torch.arange(1.0, 6.0, device=device)[:, None]
+    samples.append(Sample("tall", (param.clone(), tall, 0.7, Decay(lr, no, 0.1)), 0))
+    samples.append(Sample("column", (param, tall, column, Decay(lr, no, 0.1)), 0))
+    return samples
+
+
 def shards_8bit(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     """In the middle of a run."""
 
@@ -517,5 +551,7 @@ SAMPLES = {
     "softmax_over_parts": Samples(logits_in_parts),
     "accumulate": Samples(totals),
     "adamw": Samples(shards),
+    "muon_momentum": Samples(momenta),
+    "muon_step": Samples(steps_of_weights),
     "adamw_8bit": Samples(shards_8bit),
 }

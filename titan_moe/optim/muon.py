@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from titan_moe.config import optimizers
 from titan_moe.config.train import MuonConfig
-from titan_moe.kernels.optim.muon import Momentum, accumulate, orthogonalise_parts, product_dtype, step_weight
+from titan_moe.kernels.optim.muon import Decay, Momentum, accumulate_momentum, step_weight
+from titan_moe.kernels.optim.newton_schulz import orthogonalise_parts
 from titan_moe.optim.fused_adamw import FusedAdamW
 from titan_moe.optim.owners import Split, on_owners, split_of
 from titan_moe.optim.state import put_lr_on_device
@@ -120,16 +121,16 @@ class Muon(torch.optim.Optimizer):
 
     def _step_bucket(self, bucket: Sequence[Piece], group: dict[str, Any], rule: Momentum) -> None:
         """Update matrices of one shape."""
-        (split, rows, _), dtype = bucket[0].matrices, product_dtype(bucket[0].param_nrc.dtype)
-        stacks = [accumulate(piece.grad_nrc, piece.buffer_nrc, rule).to(dtype) for piece in bucket]
+        split, rows, _ = bucket[0].matrices
+        stacks = [accumulate_momentum(piece.grad_nrc, piece.buffer_nrc, rule)[0] for piece in bucket]
         done = on_owners(
             stacks[0] if len(stacks) == 1 else torch.cat(stacks),
             split,
             lambda whole: orthogonalise_parts(whole, rows, split.tp_of_rows, self.config.ns_steps),
         )
-        decay = group["weight_decay"] * self.config.lr_scale
+        decay = Decay(group["lr"], rule.found_inf, group["weight_decay"] * self.config.lr_scale)
         for piece, update in zip(bucket, done.split([len(stack) for stack in stacks]), strict=True):
-            step_weight(piece.param_nrc, update, piece.matrices.ratio, group["lr"], decay, rule.found_inf)
+            step_weight(piece.param_nrc, update, piece.matrices.ratio, decay)
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
         """What is updated together. Matrices that go to owners: of one shape, on one mesh, in an order that all ranks

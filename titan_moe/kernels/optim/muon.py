@@ -1,24 +1,26 @@
-"""Muon (Keller Jordan, kellerjordan.github.io/posts/muon; arXiv:2502.16982): momentum, orthogonalised by Newton-Schulz.
+"""The passes over memory of Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982), before and after the products.
 
-The update of a matrix M = U S V^T is nearly U V^T: all of its directions count alike. Five steps of a quintic
-polynomial, whose coefficients make small singular values grow fastest, bring these into [0.7, 1.2].
+Momentum: a gradient is added to its momentum, and the update goes to Newton-Schulz in bf16. Step: the weight decays and
+moves by its orthogonalised update.
 
-Physics: bound by products. With s <= l the two dimensions of a matrix, a step costs 4 s^2 l + 2 s^3 FLOPs: X X^T, the
-square of that, and its product with X. For an eighth of Qwen3-30B's experts five steps are 66 TFLOP, a tenth of a
-second of a GPU. Stacks of matrices go through batched products: a launch for each of thousands of matrices would cost
-more. Momentum and weight are passes over memory beside it.
+Physics: memory-bound. With all in fp32 the first reads gradient and momentum and writes momentum and bf16 update, 14
+bytes an element; the second reads update and weight and writes the weight, 10 bytes. PyTorch's operations for them move
+some 58 bytes each. Aim: memory bandwidth.
+
+Math is fp32, rounded to nearest: a momentum moves by a twentieth of what it lacks, so bf16 keeps its changes. What
+changes from step to step is on the device. Where `found_inf` is not 0, updates are zero and nothing else is written.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of X, X X^T X and (X X^T)^2 X in a step, as in `torch.optim.Muon`."""
-EPS = 1e-7
-"""The least norm that a matrix is divided by."""
+from titan_moe.kernels.registry import Kernel, register
+
+BLOCK = 2048
 
 
 class Momentum(NamedTuple):
@@ -28,6 +30,14 @@ class Momentum(NamedTuple):
     grad_factor: Tensor  # multiplies the gradients
     momentum: float
     nesterov: bool
+
+
+class Decay(NamedTuple):
+    """How updates move weights. Tensors are scalars on the device."""
+
+    lr: Tensor
+    found_inf: Tensor
+    weight_decay: float
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,52 +50,127 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.bfloat16
 
 
-def accumulate(grad: Tensor, buffer: Tensor, rule: Momentum) -> Tensor:
-    """Add a gradient to its momentum, in place, and give the update before Newton-Schulz, in the dtype of the sum.
-
-    The update is that of the momentum before it is rounded to the buffer's dtype.
-    """
+def momentum_reference(grad: Tensor, buffer: Tensor, rule: Momentum) -> tuple[Tensor, Tensor]:
+    """Add a gradient to its momentum, in place; the update before Newton-Schulz, in the dtype of products, and the
+    momentum. The update is that of the momentum before it is rounded to the buffer's dtype."""
     wide = wide_dtype(grad.dtype)
     gradient = grad.to(wide) * rule.grad_factor.to(wide)
     new = torch.lerp(buffer.to(wide), gradient, 1 - rule.momentum)
     buffer.copy_(torch.where(rule.found_inf != 0, buffer, new.to(buffer.dtype)))
-    return torch.lerp(gradient, new, rule.momentum) if rule.nesterov else new
+    update = torch.lerp(gradient, new, rule.momentum) if rule.nesterov else new
+    return torch.where(rule.found_inf != 0, 0.0, update).to(product_dtype(grad.dtype)), buffer
 
 
-def orthogonalise(x_nRC: Tensor, num_steps: int) -> Tensor:
-    """Newton-Schulz for a stack of matrices, in their dtype: x / |x|, then `num_steps` times a X + (b A + c A^2) X with
-    A = X X^T. Zero matrices stay zero."""
-    a, b, c = COEFFICIENTS
-    is_tall = x_nRC.shape[-2] > x_nRC.shape[-1]
-    x = x_nRC.mT if is_tall else x_nRC
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    for _ in range(num_steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def orthogonalise_parts(x_nRC: Tensor, rows: Sequence[int], num_ranks: int, num_steps: int) -> Tensor:
-    """The same for a stack of fused weights, each of several matrices one below the other, with `rows` rows.
-
-    `num_ranks` is the number of tensor-parallel ranks that have split the rows: the first has its rows of every matrix,
-    then comes the second. Without `rows`, there is one matrix.
-    """
-    if len(rows) < 2:
-        return orthogonalise(x_nRC, num_steps)
-    by_rank = x_nRC.unflatten(1, (num_ranks, -1)).split([size // num_ranks for size in rows], 2)
-    parts = [orthogonalise(part.flatten(1, 2), num_steps).unflatten(1, (num_ranks, -1)) for part in by_rank]
-    return torch.cat(parts, 2).flatten(1, 2)
-
-
-def step_weight(
-    param: Tensor, update: Tensor, ratio: float | Tensor, lr: Tensor, weight_decay: float, found_inf: Tensor
-) -> None:
-    """Decay a weight by `lr * weight_decay` and subtract `lr * ratio` times its update, in place, unless `found_inf`.
+def step_reference(param: Tensor, update: Tensor, ratio: float | Tensor, rule: Decay) -> Tensor:
+    """Decay a weight by `lr * weight_decay` and subtract `lr * ratio` times its update, in place.
 
     `ratio` may be a column of ratios, one a row.
     """
     wide = wide_dtype(param.dtype)
-    rate = lr.to(wide)
-    new = param.to(wide) * (1 - rate * weight_decay) - update.to(wide) * (rate * ratio)
-    param.copy_(torch.where(found_inf != 0, param, new.to(param.dtype)))
+    rate = rule.lr.to(wide)
+    new = param.to(wide) * (1 - rate * rule.weight_decay) - update.to(wide) * (rate * ratio)
+    return param.copy_(torch.where(rule.found_inf != 0, param, new.to(param.dtype)))
+
+
+@triton.jit
+def _momentum_kernel(
+    grad_ptr, buffer_ptr, update_ptr, found_inf_ptr, grad_factor_ptr, numel, one_minus_momentum,
+    NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = index < numel
+    if tl.load(found_inf_ptr) != 0:
+        tl.store(update_ptr + index, tl.zeros((BLOCK,), update_ptr.dtype.element_ty), mask=keep)
+        return
+    grad_factor = tl.load(grad_factor_ptr).to(tl.float32)
+    grad = tl.load(grad_ptr + index, mask=keep, other=0.0).to(tl.float32) * grad_factor
+    first = tl.load(buffer_ptr + index, mask=keep, other=0.0).to(tl.float32)
+    first += one_minus_momentum * (grad - first)
+    tl.store(buffer_ptr + index, first.to(buffer_ptr.dtype.element_ty), mask=keep)
+    if NESTEROV:
+        first -= one_minus_momentum * (first - grad)
+    tl.store(update_ptr + index, first.to(update_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _step_kernel(
+    param_ptr, update_ptr, lr_ptr, found_inf_ptr, numel, ratio, weight_decay, BLOCK: tl.constexpr
+):  # fmt: skip
+    if tl.load(found_inf_ptr) != 0:
+        return
+    lr = tl.load(lr_ptr).to(tl.float32)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = index < numel
+    param = tl.load(param_ptr + index, mask=keep, other=0.0).to(tl.float32)
+    update = tl.load(update_ptr + index, mask=keep, other=0.0).to(tl.float32)
+    param = param * (1 - lr * weight_decay) - update * (lr * ratio)
+    tl.store(param_ptr + index, param.to(param_ptr.dtype.element_ty), mask=keep)
+
+
+def launch_momentum(grad: Tensor, buffer: Tensor, update: Tensor, rule: Momentum) -> None:
+    """The first reference in Triton, for contiguous tensors in fp32 and bf16."""
+    if grad.numel():
+        _momentum_kernel[(triton.cdiv(grad.numel(), BLOCK),)](
+            grad, buffer, update, rule.found_inf, rule.grad_factor, grad.numel(), 1 - rule.momentum,
+            NESTEROV=rule.nesterov, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+def launch_step(param: Tensor, update: Tensor, ratio: float, rule: Decay) -> None:
+    """The second one, likewise, for one ratio."""
+    if param.numel():
+        _step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
+            param, update, rule.lr, rule.found_inf, param.numel(), ratio, rule.weight_decay, BLOCK=BLOCK, num_warps=8
+        )
+
+
+@torch.library.custom_op("titan_moe::muon_momentum", mutates_args=("buffer",))
+def _momentum(
+    grad: Tensor, buffer: Tensor, found_inf: Tensor, grad_factor: Tensor, momentum: float, nesterov: bool
+) -> Tensor:
+    rule = Momentum(found_inf, grad_factor, momentum, nesterov)
+    if not _takes(grad, buffer):
+        return momentum_reference(grad, buffer, rule)[0]
+    update = torch.empty_like(grad, dtype=product_dtype(grad.dtype), memory_format=torch.contiguous_format)
+    launch_momentum(grad.contiguous(), buffer, update, rule)
+    return update
+
+
+@_momentum.register_fake
+def _(grad: Tensor, buffer: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(grad, dtype=product_dtype(grad.dtype), memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("titan_moe::muon_step", mutates_args=("param",))
+def _step(param: Tensor, update: Tensor, ratio: float, lr: Tensor, found_inf: Tensor, weight_decay: float) -> None:
+    rule = Decay(lr, found_inf, weight_decay)
+    if _takes(param):
+        launch_step(param, update.contiguous(), ratio, rule)
+    else:
+        step_reference(param, update, ratio, rule)
+
+
+_step.register_fake(lambda *args: None)
+
+
+def _takes(*changed: Tensor) -> bool:
+    """Whether Triton takes the tensors that an operation changes or reads in their dtype."""
+    dtypes = (torch.float32, torch.bfloat16)
+    return all(x.is_cuda and x.dtype in dtypes for x in changed) and changed[-1].is_contiguous()
+
+
+def accumulate_momentum(grad: Tensor, buffer: Tensor, rule: Momentum) -> tuple[Tensor, Tensor]:
+    """`momentum_reference`; Triton on a GPU."""
+    return _momentum(grad, buffer, *rule), buffer
+
+
+def step_weight(param: Tensor, update: Tensor, ratio: float | Tensor, rule: Decay) -> Tensor:
+    """`step_reference`; Triton on a GPU, but for a column of ratios."""
+    if isinstance(ratio, Tensor):
+        return step_reference(param, update, ratio, rule)
+    _step(param, update, ratio, *rule)
+    return param
+
+
+register(Kernel("muon_momentum", accumulate_momentum, momentum_reference))
+register(Kernel("muon_step", step_weight, step_reference))

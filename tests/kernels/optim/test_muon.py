@@ -1,0 +1,71 @@
+"""Muon's passes in Triton against their references, and Newton-Schulz against singular values."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.optim.muon import (
+    BLOCK,
+    Decay,
+    Momentum,
+    launch_momentum,
+    launch_step,
+    momentum_reference,
+    step_reference,
+)
+from titan_moe.kernels.optim.newton_schulz import orthogonalise, orthogonalise_parts
+
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(0, 4, 4), (1, 1, 3), (3, 5, 7), (1, 2, BLOCK // 2), (1, 3, BLOCK - 1)]
+
+
+def scalars(device: str, *values: float) -> list[Tensor]:
+    return [torch.tensor(value, device=device) for value in values]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_triton_adds_gradients_to_momenta(device: str, nesterov: bool) -> None:
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        for skips in (0.0, 1.0):
+            grad, buffer = torch.randn(2, *shape, device=device)
+            rule = Momentum(*scalars(device, skips, 0.5), 0.95, nesterov)
+            update, own = torch.full_like(grad, torch.nan, dtype=torch.bfloat16), buffer.clone()
+            expected, new = momentum_reference(grad, buffer.clone(), rule)
+            launch_momentum(grad, own, update, rule)
+            torch.testing.assert_close(own, new, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(update, expected, rtol=2**-7, atol=1e-6)
+            assert torch.equal(own, buffer) or not skips
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_triton_steps_weights(device: str) -> None:
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        for skips in (0.0, 1.0):
+            param, update = torch.randn(2, *shape, device=device)
+            rule, own = Decay(*scalars(device, 0.01, skips), 0.1), param.clone()
+            launch_step(own, update.bfloat16(), 0.7, rule)
+            expected = step_reference(param.clone(), update.bfloat16(), 0.7, rule)
+            torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
+            assert torch.equal(own, param) or not skips
+
+
+def test_newton_schulz_brings_singular_values_near_one() -> None:
+    """Of wide and of tall matrices, each on its own, and of each matrix of a fused weight that ranks have split."""
+    torch.manual_seed(0)
+    for shape in ((3, 8, 20), (3, 20, 8)):
+        x = torch.randn(shape, dtype=torch.float64) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
+        y = orthogonalise(x, 5)
+        values = torch.linalg.svdvals(y)
+        assert values.min() > 0.6 and values.max() < 1.3
+        u, _, v = torch.linalg.svd(x, full_matrices=False)
+        inner = u.mT @ y @ v.mT  # the same directions
+        torch.testing.assert_close(inner, torch.diag_embed(inner.diagonal(dim1=1, dim2=2)), rtol=0, atol=1e-9)
+    parts = torch.randn(2, 12, 5, dtype=torch.float64).split((8, 4), 1)
+    by_rank = torch.cat([part.chunk(2, 1)[rank] for rank in range(2) for part in parts], 1)
+    wanted = [orthogonalise(part, 5).chunk(2, 1) for part in parts]
+    expected = torch.cat([part[rank] for rank in range(2) for part in wanted], 1)
+    torch.testing.assert_close(orthogonalise_parts(by_rank, (8, 4), 2, 5), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(orthogonalise(torch.zeros(1, 2, 3), 5), torch.zeros(1, 2, 3))
