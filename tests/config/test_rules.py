@@ -637,6 +637,7 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
         ("--precision.moments=fp8 --optim.kind=muon", 8, 'precision.moments = "fp8" has no optim.kind = "muon"'),
         ("--precision.gradients=bf16 --optim.kind=muon", 8, 'has no optim.kind = "muon"'),
         ("--precision.master=fp32_split --optim.kind=muon", 8, 'precision.master = "fp32_split" has no optim.kind'),
+        ("--precision.master=fp32_split --precision.gradients=bf16 --optim.kind=muon", 8, 'has no optim.kind = "muon"'),
         ("--precision.master=bf16 --optim.kind=muon", 8, 'which optim.kind = "muon" has not'),
         ("--memory.park=moments --optim.kind=muon", 8, 'memory.park = "moments" has no optim.kind = "muon"'),
         ("--model.moe.latent_size=12", 8, "model.moe.latent_size = 12 is not a multiple of 8"),

@@ -119,7 +119,7 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield said(recipe, "{precision.moments} beside {precision.master} has no {optim.kind}")
     elif p.moments_dtype == "fp8" and not facts.has_8bit_moments:
         yield said(recipe, "{precision.moments} has no {optim.kind}")
-    if p.gradients_dtype != p.parameters and not facts.has_own_gradients:
+    if (p.has_split_masters or p.gradients_dtype != p.parameters) and not facts.has_own_gradients:
         key = "{precision.master}" if p.has_split_masters else "{precision.gradients} beside {precision.master}"
         yield said(recipe, f"{key} has no {{optim.kind}}")
     if p.master == "fp64" and recipe.run.device == "cuda" and not facts.takes_fp64_on_gpus:
