@@ -91,7 +91,7 @@ def column_of_files(data: DataConfig, files: list[Path], kind: str) -> str:
     Raises: ValueError if it cannot be told.
     """
     for file in files:
-        if columns := columns_of(file, kind):
+        if columns := columns_of(file, kind, data.text_column):
             return choose_column(data.text_column, columns, str(file))
     return data.text_column
 

@@ -240,14 +240,17 @@ _READERS: dict[str, Any] = {"json": _open_json, "parquet": _open_parquet, "arrow
 """Kind of file -> opens one at a place."""
 
 
-def columns_of(file: Path, kind: str) -> dict[str, Holds]:
-    """The columns of a file, and what each holds; of JSON those of its first rows. Empty without a good one."""
+def columns_of(file: Path, kind: str, wanted: str = "") -> dict[str, Holds]:
+    """The columns of a file, and what each holds; of JSON those of its first rows, no further than the `wanted` one is
+    found. Empty without a good row."""
     if kind == "json":
         columns: dict[str, Holds] = {}
         for row in islice(iter(Rows([file], kind).next, None), FIRST_ROWS):
             for name, entry in row.value.items() if isinstance(row.value, dict) else ():
                 if columns.get(name, "other") == "other":
                     columns[name] = _holds(entry)
+            if wanted in columns:
+                break
         return columns
     if kind == "parquet":
         parquet = _pyarrow(file, "parquet")
