@@ -635,9 +635,11 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
             'precision.master = "fp64" has no optim.kind = "fused_adamw" with run.device = "cuda"',
         ),
         ("--precision.moments=fp8 --optim.kind=muon", 8, 'precision.moments = "fp8" has no optim.kind = "muon"'),
-        ("--precision.gradients=bf16 --optim.kind=muon", 8, 'has no optim.kind = "muon"'),
-        ("--precision.master=fp32_split --optim.kind=muon", 8, 'precision.master = "fp32_split" has no optim.kind'),
-        ("--precision.master=fp32_split --precision.gradients=bf16 --optim.kind=muon", 8, 'has no optim.kind = "muon"'),
+        (
+            "--precision.master=fp32_split --precision.gradients=bf16 --precision.moments=fp32 --optim.kind=adamw",
+            8,
+            'precision.master = "fp32_split" has no optim.kind = "adamw"',
+        ),
         ("--precision.master=bf16 --optim.kind=muon", 8, 'which optim.kind = "muon" has not'),
         ("--memory.park=moments --optim.kind=muon", 8, 'memory.park = "moments" has no optim.kind = "muon"'),
         ("--model.moe.latent_size=12", 8, "model.moe.latent_size = 12 is not a multiple of 8"),
@@ -949,6 +951,7 @@ def test_rules_with_several_cases_refuse_each(
         "--run.is_deterministic=true --perf.attention=flex --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--precision.moments=fp32",  # what master is
         "--precision.moments=bf16 --optim.kind=fused_adamw",
+        "--precision.master=fp32_split --precision.gradients=bf16 --optim.kind=muon",
         "--precision.moments=bf16 --optim.kind=muon --optim.muon.adjust_lr=original --optim.muon.lr_scale=60",
         "--precision.moments=fp8 --optim.kind=fused_adamw --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--precision.moments=fp8 --precision.master=bf16 --optim.kind=fused_adamw",

@@ -489,6 +489,9 @@ def steps_of_weights(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     param, column = torch.randn(2, 5, 7, device=device, dtype=dtype), torch.arange(1.0, 6.0, device=device)[:, None]
     samples.append(Sample("tall", (param.clone(), tall, 0.7, Decay(lr, no, 0.1)), 0))
     samples.append(Sample("column", (param, tall, column, Decay(lr, no, 0.1)), 0))
+    if dtype == torch.bfloat16:
+        remainder = torch.arange(-35, 35, device=device, dtype=torch.int16).view(2, 5, 7)
+        samples.append(Sample("split", (param.clone(), tall, 0.7, Decay(lr, no, 0.1), remainder), 0))
     return samples
 
 

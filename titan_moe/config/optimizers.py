@@ -47,7 +47,7 @@ OPTIMIZERS = {
         orthogonalises=True,
         takes_fp64_on_gpus=False,
         clips_as_it_reads=True,
-        has_own_gradients=False,
+        has_own_gradients=True,
         parks=False,
         rounds_stochastically=False,
     ),

@@ -14,7 +14,7 @@ from titan_moe.kernels.optim.newton_schulz import orthogonalise_parts
 from titan_moe.optim.fused_adamw import FusedAdamW
 from titan_moe.optim.owners import Split, on_owners, split_of
 from titan_moe.optim.state import put_lr_on_device
-from titan_moe.parameters import ParameterKind, local, named_kinds, shard_offsets
+from titan_moe.parameters import ParameterKind, local, named_kinds, remainder_of, shard_offsets
 
 MATRICES = (ParameterKind.MATRIX, ParameterKind.EXPERT_MATRIX)
 """The kinds of parameters that Muon updates. Embeddings, heads and routers are tables of vectors that belong to a token
@@ -44,11 +44,12 @@ class Matrices(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some matrices of a parameter, local shards: three stacks."""
+    """Some matrices of a parameter, local shards: stacks."""
 
     param_nrc: Tensor
     grad_nrc: Tensor
     buffer_nrc: Tensor
+    remainder_nrc: Tensor | None  # of split masters
     matrices: Matrices
 
 
@@ -130,7 +131,7 @@ class Muon(torch.optim.Optimizer):
         )
         decay = Decay(group["lr"], rule.found_inf, group["weight_decay"] * self.config.lr_scale)
         for piece, update in zip(bucket, done.split([len(stack) for stack in stacks]), strict=True):
-            step_weight(piece.param_nrc, update, piece.matrices.ratio, decay)
+            step_weight(piece.param_nrc, update, piece.matrices.ratio, decay, piece.remainder_nrc)
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
         """What is updated together. Matrices that go to owners: of one shape, on one mesh, in an order that all ranks
@@ -157,9 +158,12 @@ class Muon(torch.optim.Optimizer):
         """The matrices of a parameter, at most so many at a time."""
         matrices = self.matrices[parameter]
         assert parameter.grad is not None
-        own = (local(parameter), local(parameter.grad).contiguous(), local(self.state[parameter]["momentum_buffer"]))
-        for param, grad, buffer in zip(*(matrices.stack(tensor).split(most) for tensor in own), strict=True):
-            yield Piece(param, grad, buffer, matrices)
+        own = [local(parameter), local(parameter.grad).contiguous(), local(self.state[parameter]["momentum_buffer"])]
+        if (remainder := remainder_of(parameter)) is not None:
+            own.append(local(remainder))
+        for stacks in zip(*(matrices.stack(tensor).split(most) for tensor in own), strict=True):
+            param, grad, buffer, *rest = stacks
+            yield Piece(param, grad, buffer, rest[0] if rest else None, matrices)
 
 
 RATIOS = {

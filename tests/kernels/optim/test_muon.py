@@ -14,6 +14,7 @@ from titan_moe.kernels.optim.muon import (
     step_reference,
 )
 from titan_moe.kernels.optim.newton_schulz import orthogonalise, orthogonalise_parts
+from titan_moe.kernels.optim.split_master import merge_reference, split_reference
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(0, 4, 4), (1, 1, 3), (3, 5, 7), (1, 2, BLOCK // 2), (1, 3, BLOCK - 1)]
@@ -50,6 +51,17 @@ def test_triton_steps_weights(device: str) -> None:
             expected = step_reference(param.clone(), update.bfloat16(), 0.7, rule)
             torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
             assert torch.equal(own, param) or not skips
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_triton_steps_split_masters(device: str) -> None:
+    torch.manual_seed(0)
+    master, update = torch.randn(2, 3, 5, BLOCK // 10, device=device)
+    rule = Decay(*scalars(device, 0.01, 0.0), 0.1)
+    param, remainder = split_reference(master)
+    launch_step(param, update.bfloat16(), 0.7, rule, remainder)
+    expected = step_reference(master.clone(), update.bfloat16(), 0.7, rule)
+    torch.testing.assert_close(merge_reference(param, remainder), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_newton_schulz_brings_singular_values_near_one() -> None:

@@ -108,7 +108,7 @@ def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: in
 
 @rule(
     "adamw has one dtype for parameters and moments; fused_adamw and muon compute in fp32 on GPUs; a momentum of "
-    "muon is a plain tensor, and its gradients are in the dtype of its masters",
+    "muon is a plain tensor",
     "precision.moments master gradients optim.kind",
 )
 def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.kernels.optim.split_master import load_master, merge_reference, split_reference, store_master
 from titan_moe.kernels.registry import Kernel, register
 
 BLOCK = 2048
@@ -61,15 +62,22 @@ def momentum_reference(grad: Tensor, buffer: Tensor, rule: Momentum) -> tuple[Te
     return torch.where(rule.found_inf != 0, 0.0, update).to(product_dtype(grad.dtype)), buffer
 
 
-def step_reference(param: Tensor, update: Tensor, ratio: float | Tensor, rule: Decay) -> Tensor:
+def step_reference(
+    param: Tensor, update: Tensor, ratio: float | Tensor, rule: Decay, remainder: Tensor | None = None
+) -> Tensor:
     """Decay a weight by `lr * weight_decay` and subtract `lr * ratio` times its update, in place.
 
-    `ratio` may be a column of ratios, one a row.
+    `ratio` may be a column of ratios, one a row. `remainder` is the second part of a split master (split_master.py).
     """
     wide = wide_dtype(param.dtype)
     rate = rule.lr.to(wide)
-    new = param.to(wide) * (1 - rate * rule.weight_decay) - update.to(wide) * (rate * ratio)
-    return param.copy_(torch.where(rule.found_inf != 0, param, new.to(param.dtype)))
+    master = param.to(wide) if remainder is None else merge_reference(param, remainder)
+    new = master * (1 - rate * rule.weight_decay) - update.to(wide) * (rate * ratio)
+    if remainder is None:
+        return param.copy_(torch.where(rule.found_inf != 0, param, new.to(param.dtype)))
+    for stored, value in zip((param, remainder), split_reference(new), strict=True):
+        stored.copy_(torch.where(rule.found_inf != 0, stored, value))
+    return param
 
 
 @triton.jit
@@ -94,17 +102,21 @@ def _momentum_kernel(
 
 @triton.jit
 def _step_kernel(
-    param_ptr, update_ptr, lr_ptr, found_inf_ptr, numel, ratio, weight_decay, BLOCK: tl.constexpr
+    param_ptr, remainder_ptr, update_ptr, lr_ptr, found_inf_ptr, numel, ratio, weight_decay,
+    IS_SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(found_inf_ptr) != 0:
         return
     lr = tl.load(lr_ptr).to(tl.float32)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = index < numel
-    param = tl.load(param_ptr + index, mask=keep, other=0.0).to(tl.float32)
+    param = load_master(param_ptr, remainder_ptr, index, keep, IS_SPLIT)
     update = tl.load(update_ptr + index, mask=keep, other=0.0).to(tl.float32)
     param = param * (1 - lr * weight_decay) - update * (lr * ratio)
-    tl.store(param_ptr + index, param.to(param_ptr.dtype.element_ty), mask=keep)
+    if IS_SPLIT:
+        store_master(param_ptr, remainder_ptr, param, index, keep)
+    else:
+        tl.store(param_ptr + index, param.to(param_ptr.dtype.element_ty), mask=keep)
 
 
 def launch_momentum(grad: Tensor, buffer: Tensor, update: Tensor, rule: Momentum) -> None:
@@ -116,12 +128,13 @@ def launch_momentum(grad: Tensor, buffer: Tensor, update: Tensor, rule: Momentum
         )  # fmt: skip
 
 
-def launch_step(param: Tensor, update: Tensor, ratio: float, rule: Decay) -> None:
+def launch_step(param: Tensor, update: Tensor, ratio: float, rule: Decay, remainder: Tensor | None = None) -> None:
     """The second one, likewise, for one ratio."""
     if param.numel():
         _step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
-            param, update, rule.lr, rule.found_inf, param.numel(), ratio, rule.weight_decay, BLOCK=BLOCK, num_warps=8
-        )
+            param, param if remainder is None else remainder, update, rule.lr, rule.found_inf, param.numel(), ratio,
+            rule.weight_decay, IS_SPLIT=remainder is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
 
 
 @torch.library.custom_op("titan_moe::muon_momentum", mutates_args=("buffer",))
@@ -141,13 +154,16 @@ def _(grad: Tensor, buffer: Tensor, *args: object) -> Tensor:
     return torch.empty_like(grad, dtype=product_dtype(grad.dtype), memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("titan_moe::muon_step", mutates_args=("param",))
-def _step(param: Tensor, update: Tensor, ratio: float, lr: Tensor, found_inf: Tensor, weight_decay: float) -> None:
-    rule = Decay(lr, found_inf, weight_decay)
+@torch.library.custom_op("titan_moe::muon_step", mutates_args=("param", "remainders"))
+def _step(
+    param: Tensor, remainders: list[Tensor], update: Tensor, ratio: float, lr: Tensor, found_inf: Tensor,
+    weight_decay: float,
+) -> None:  # fmt: skip
+    rule, remainder = Decay(lr, found_inf, weight_decay), remainders[0] if remainders else None
     if _takes(param):
-        launch_step(param, update.contiguous(), ratio, rule)
+        launch_step(param, update.contiguous(), ratio, rule, remainder)
     else:
-        step_reference(param, update, ratio, rule)
+        step_reference(param, update, ratio, rule, remainder)
 
 
 _step.register_fake(lambda *args: None)
@@ -164,11 +180,13 @@ def accumulate_momentum(grad: Tensor, buffer: Tensor, rule: Momentum) -> tuple[T
     return _momentum(grad, buffer, *rule), buffer
 
 
-def step_weight(param: Tensor, update: Tensor, ratio: float | Tensor, rule: Decay) -> Tensor:
+def step_weight(
+    param: Tensor, update: Tensor, ratio: float | Tensor, rule: Decay, remainder: Tensor | None = None
+) -> Tensor:
     """`step_reference`; Triton on a GPU, but for a column of ratios."""
     if isinstance(ratio, Tensor):
-        return step_reference(param, update, ratio, rule)
-    _step(param, update, ratio, *rule)
+        return step_reference(param, update, ratio, rule, remainder)
+    _step(param, [] if remainder is None else [remainder], update, ratio, *rule)
     return param
 
 
