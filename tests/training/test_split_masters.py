@@ -38,7 +38,9 @@ def assert_close(own: Any, other: Any) -> None:
 
 
 @pytest.mark.few("2")
-@pytest.mark.parametrize("more", [(), ("--precision.moments=fp8", "--model.embeddings_are_tied=true")], ids=len)
+@pytest.mark.parametrize(
+    "more", [(), ("--optim.kind=muon",), ("--precision.moments=fp8", "--model.embeddings_are_tied=true")], ids=len
+)
 def test_split_masters_train_and_resume_as_fp32_ones_do(tiny, tmp_path: Path, more: tuple[str, ...]) -> None:
     whole, split = tiny(*RUN, *BF16, *more), tiny(*RUN, *BF16, *more, SPLIT)
     assert whole.train() == split.train() == 0
