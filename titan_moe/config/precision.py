@@ -31,14 +31,14 @@ class PrecisionConfig:
     `fp32`: fp32; weights are cast to `compute` where they are used.
     `fp64`: fp64, for tests.
     `fp32_split`: fp32 in two parts: a bf16 weight, which is used as it is, and the 16 bits that it lacks, which only
-    optim.kind = "fused_adamw" reads (Apex: store_param_remainders). The same updates as with fp32, without bf16 copies
-    of unsharded experts. One weight in 65,536, whose master is between two bf16 numbers, is rounded up, not to even.
-    Checkpoints have fp32 weights, and load with `fp32` too."""
+    optim.kind = "fused_adamw" and "muon" read (Apex: store_param_remainders). The same updates as with fp32, without
+    bf16 copies of unsharded experts. One weight in 65,536, whose master is between two bf16 numbers, is rounded up,
+    not to even. Checkpoints have fp32 weights, and load with `fp32` too."""
     reduce: Dtype = "fp32"
     """Gradients in reductions over ranks."""
     moments: Literal["master", "bf16", "fp32", "fp8"] = "master"
-    """AdamW's two moments. A dtype other than that of `master` needs optim.kind = "fused_adamw". A checkpoint loads
-    with any dtype of moments; those in fp8 are saved as fp32.
+    """AdamW's two moments, and Muon's momentum. A dtype other than that of `master` needs optim.kind = "fused_adamw" or
+    "muon"; "muon" has no fp8. A checkpoint loads with any dtype of moments; those in fp8 are saved as fp32.
     `master`: The dtype of `master`.
     `bf16`: bf16, with stochastic rounding.
     `fp32`: fp32.
@@ -47,7 +47,7 @@ class PrecisionConfig:
     gradients: Literal["master", "bf16", "fp32"] = "master"
     """Gradients that the optimizer reads; in this dtype a rank sums those of microbatches, but with
     parallel.accumulate_unsharded, which sums those that FSDP reduces in `reduce`. Another dtype than that of parameters
-    needs optim.kind = "fused_adamw".
+    needs optim.kind = "fused_adamw" or "muon".
     `master`: The dtype of `master`, fp32 for "fp32_split".
     `bf16`: bf16. Sums of many microbatches lose digits: a gradient below 1/512 of the sum so far is lost.
     `fp32`: fp32, also for masters in bf16."""
