@@ -53,6 +53,9 @@ if TYPE_CHECKING:
         MetricsConfig as MetricsConfig,
     )
     from titan_moe.config.train import (
+        MuonConfig as MuonConfig,
+    )
+    from titan_moe.config.train import (
         OptimConfig as OptimConfig,
     )
     from titan_moe.config.train import (
@@ -149,6 +152,7 @@ _MODULES = {
     "MixtureSource": "titan_moe.config.mixture",
     "MoEConfig": "titan_moe.config.model",
     "ModelConfig": "titan_moe.config.model",
+    "MuonConfig": "titan_moe.config.train",
     "OptimConfig": "titan_moe.config.train",
     "ParallelConfig": "titan_moe.config.parallel",
     "Pending": "titan_moe.dispatch.base",
