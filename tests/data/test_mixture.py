@@ -12,9 +12,11 @@ from support.files_of_rows import write_rows
 
 from titan_moe.config import Recipe
 from titan_moe.config.mixture import MixtureSource
+from titan_moe.data.cache import Cache
 from titan_moe.data.loader import Loader
 from titan_moe.data.mixture import choose, temper, to_shares
 from titan_moe.data.packing import Batch
+from titan_moe.data.sources import open_source
 
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
 LETTERS = {"a": 10, "b": 40, "c": 7}
@@ -159,10 +161,11 @@ def test_holdout_is_taken_from_each_source_of_any_kind(
         MixtureSource(path=f"{tmp_path}/*.txt", name="texts"),
     )
     data = {"source": "mixture", "mixture": sources, "mixture_temperature": 1.0, "holdout_fraction": 0.2}
-    loader = open_loader(make_recipe(data=data, validation={"every_steps": 1, "num_sequences": 8}))
+    recipe = make_recipe(data=data, validation={"every_steps": 1, "num_sequences": 8})
+    loader = open_loader(recipe)
     letters = [chr(int(row[1])) for batch in loader.validation_batches() for row in batch.tokens_MBN.flatten(0, 1)]
     assert sorted(set(letters)) == ["r", "t"]
-    size = loader.size
+    size = open_source(recipe, loader.tokenizer, Cache(tmp_path / "cache", is_builder=True, barrier=lambda: None)).size
     assert (size.num_tokens, size.num_documents, size.held_out_documents) == (10 * 41 + 10 * 81, 20, 4)
     assert [source.name for source in size.sources] == ["rows", "texts"]
     assert [source.share for source in size.sources] == pytest.approx([41 / 122, 81 / 122])
