@@ -193,3 +193,22 @@ def test_modules_in_words() -> None:
     assert name_modules(["embed", "layers.0", "layers.1"]) == "embedding, layers 0 to 1"
     assert name_modules(["layers.7", "norm", "head"]) == "layer 7, head"
     assert name_modules(["norm", "head"]) == "head" and name_modules([]) == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("override", "frozen"),
+    [
+        ('optim.trainable=["layers.1*"]', ["layers 24 to 31, head"]),
+        ('optim.trainable=["embed.*", "head.*", "norm.*"]', ["layers 8 to 15", "layers 16 to 23"]),
+        ("model.adapter.rank=4", []),
+        ("optim.trainable=[]", []),
+    ],
+)
+def test_stages_in_which_all_is_frozen_are_told(override: str, frozen: list[str]) -> None:
+    overrides = ["--parallel.pp=4", "--model.num_layers=32", f"--{override}", "--parallel.overlap=none"]
+    overrides += ["--compile.cudagraph=off", "--parallel.expert_clones=off", "--parallel.dispatcher=alltoall"]
+    recipe = load_recipe(
+        QWEN3, [*overrides, "--train.global_batch_sequences=128", "--parallel.pp_layout=Et*8|t*8|t*8|t*8L"]
+    )
+    told = [line for line in describe(recipe, 32).splitlines() if "all parameters of" in line]
+    assert [line.partition("all parameters of ")[2].partition(" are frozen")[0] for line in told] == frozen

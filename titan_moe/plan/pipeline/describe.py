@@ -6,6 +6,7 @@ from typing import Any
 
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.rules import check_rules
+from titan_moe.config.trainable import passes_of, trains_all
 from titan_moe.plan.cost.memory import state_bytes
 from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline.action import Action, Pair, flat
@@ -42,6 +43,11 @@ def describe_pipeline(resolved: Resolved, capacity_factor: float) -> Iterator[st
     )
     yield from describe_weight_grads(resolved.recipe)
     yield from _better_schedules(resolved, bubble)
+    for stage in frozen_stages(resolved):
+        yield (
+            f"WARNING: all parameters of {name_modules(stage)} are frozen, and a run refuses a stage that no gradient "
+            "passes; take fewer stages, or parallel.pp = 1"
+        )
     for rank, part in enumerate(resolved.parts):
         held = " + ".join(name_modules(stages[stage]) for stage in resolved.stages_of_rank(rank))
         memory = f"{state_bytes(part) / 2**30:.3g} GiB"
@@ -50,6 +56,18 @@ def describe_pipeline(resolved: Resolved, capacity_factor: float) -> Iterator[st
             memory += f", about {peak / 2**30:.3g} GiB at the peak"
         pairs = f"; {name_pairs(resolved.actions[rank])}" if p.overlap == "microbatch" else ""
         yield f"pp rank {rank}: {held}; microbatches in flight {part.num_in_flight:.3g}{pairs}; {memory}"
+
+
+def frozen_stages(resolved: Resolved) -> Iterator[Sequence[str]]:
+    """The stages in which nothing trains, by the table of modules."""
+    model, patterns = resolved.recipe.model, resolved.recipe.optim.trainable
+    if trains_all(model, patterns):
+        return
+    trained = set[str]()
+    for (path, layer), passes in passes_of(model, patterns).items():
+        if passes.share > 0:
+            trained.add(path.partition(".")[0] if layer is None else f"layers.{layer}")
+    yield from (stage for stage in resolved.stages if stage and trained.isdisjoint(stage))
 
 
 def _better_schedules(resolved: Resolved, bubble: float) -> Iterator[str]:
