@@ -1,7 +1,9 @@
 """Runs with adapters: they begin with a base, resume exactly, and end as a file or as merged weights."""
 
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from support.runs import one_process, tiny
 
@@ -59,8 +61,8 @@ def test_a_run_ends_with_files_that_another_one_begins_with(tiny, tmp_path: Path
     assert from_files.column("loss") != base.column("loss")
 
 
-def test_a_checkpoint_may_lack_the_base(tiny, tmp_path: Path) -> None:
-    """It has the adapter with its moments; a resume reads the base again, exactly."""
+def test_a_checkpoint_may_lack_the_base(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It has the adapter with its moments; a resume reads the base again, exactly, wherever it lies."""
     base = tiny("--train.steps=1")
     assert base.train() == 0
     words = *ADAPTER, f"--checkpoint.load_from={base.folder / 'checkpoints' / 'step-1'}", "--train.steps=4"
@@ -76,3 +78,10 @@ def test_a_checkpoint_may_lack_the_base(tiny, tmp_path: Path) -> None:
     folder = str(light.folder / "checkpoints" / "step-4")
     assert cli.main(["export", folder, str(tmp_path / "merged")]) == 2
     assert cli.main(["generate", folder, "5 7"]) != 0
+    other = tmp_path / "other"
+    shutil.copytree(base.folder / "checkpoints" / "step-1", other)
+    assert part.again(f"--checkpoint.load_from={other}", "--train.steps=5") == 0
+    weights = next(other.glob("*.distcp"))
+    weights.write_bytes(bytes([255 - weights.read_bytes()[0]]) + weights.read_bytes()[1:])
+    assert part.again(f"--checkpoint.load_from={other}", "--train.steps=6") == 2
+    assert "which has its frozen weights, was 1 files" in capfd.readouterr().err

@@ -88,4 +88,4 @@ def test_manifest_cannot_point_outside_of_its_folder(tmp_path: Path, name: str) 
 def test_manifest_is_json(tmp_path: Path) -> None:
     WRITTEN.write(tmp_path)
     contents = json.loads((tmp_path / MANIFEST_FILE).read_text())
-    assert list(contents) == ["format", "recipe", "data", "files", "validation_loss", "sha256"]
+    assert list(contents) == ["format", "recipe", "data", "files", "validation_loss", "base", "sha256"]

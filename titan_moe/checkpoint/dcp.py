@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from titan_moe.checkpoint import storage
+from titan_moe.checkpoint import base, storage
 from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, CheckpointFolders
@@ -241,9 +241,18 @@ class Checkpointer:
     def _data(self) -> str:
         return self.loader.fingerprint()
 
+    @cached_property
+    def _base(self) -> str:
+        """The fingerprint of `checkpoint.load_from`, which has what checkpoints lack; empty if they lack nothing."""
+        if self.config.saves_frozen:
+            return ""
+        folder = Path(self.config.load_from.removeprefix(HUGGING_FACE)).expanduser()
+        return base.fingerprint(folder) if folder.is_dir() else "absent"
+
     def _write(self, state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> Future[Any] | None:
         data, loss = self._data if self.is_main else "", self.validation_loss
-        manifest = Manifest(flatten(self.recipe), data, {}, loss if loss is not None and isfinite(loss) else None)
+        loss = loss if loss is not None and isfinite(loss) else None
+        manifest = Manifest(flatten(self.recipe), data, {}, loss, self._base if self.is_main else "")
         return storage.save(state, folder, manifest, group, self._rows_of)
 
     @cached_property
@@ -279,13 +288,13 @@ class Checkpointer:
                 refused = [f"{words}; restore it, {way_out}; {switch}"]
                 if in_data := [change for change in changes.logged if change.startswith("data.")]:
                     refused.append(f"it may differ because of {'; '.join(in_data)}: set it back")
+        if manifest.base and manifest.base != self._base:
+            words = f"was {manifest.base}, and checkpoint.load_from = {self.config.load_from!r} is {self._base}"
+            refused.append(f"the base of {folder}, which has its frozen weights, {words}; restore it, {way_out}")
         if refused:
             raise RecipeError(refused)
         if changes.logged:
             logger.warning("the recipe has changed since %s: %s", folder, "; ".join(changes.logged))
-        origin = manifest.recipe.get("checkpoint.load_from", "")
-        if not self.config.saves_frozen and origin != self.config.load_from:
-            logger.warning("frozen weights are read from %s, and were from %s", self.config.load_from, origin)
 
     def _compare_model_with(self, folder: Path, manifest: Manifest | None) -> None:
         """Log how `[model]` differs from that of a checkpoint of which only the weights are loaded."""

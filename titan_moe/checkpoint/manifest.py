@@ -40,6 +40,8 @@ class Manifest:
     """All other files of the checkpoint by name."""
     validation_loss: float | None = None
     """Of its weights, if there was a validation at its step; finite."""
+    base: str = ""
+    """Fingerprint of the weights that have what this checkpoint leaves out (`checkpoint.saves_frozen`)."""
 
     def write(self, folder: Path) -> None:
         """Write the manifest atomically: it is complete or absent."""
@@ -66,8 +68,9 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise ValueError(f"{MANIFEST_FILE} has the format {contents.get('format')}, but this version reads {FORMAT}")
     try:
         files = {name: FileHash(**file) for name, file in contents["files"].items()}
-        loss = contents.get("validation_loss")  # earlier versions have not written it
-        manifest = Manifest(dict(contents["recipe"]), contents["data"], files, None if loss is None else float(loss))
+        loss, base = contents.get("validation_loss"), str(contents.get("base", ""))  # earlier versions have neither
+        loss = None if loss is None else float(loss)
+        manifest = Manifest(dict(contents["recipe"]), contents["data"], files, loss, base)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{MANIFEST_FILE} lacks a part") from error
     if outside := [name for name in files if Path(name).name != name]:
