@@ -68,7 +68,8 @@ def import_hf(folder: str | Path, checkpoint: str | Path, skip: Collection[str] 
 
 
 def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> None:
-    """Write the weights of a checkpoint as a Hugging Face checkpoint, tensor by tensor, with adapters added.
+    """Write the weights of a checkpoint, or of the newest one of a run, as a Hugging Face checkpoint, tensor by tensor,
+    with adapters added.
 
     `dtype` is "bf16", "fp16" or "fp32"; empty keeps that of the weights.
 
@@ -81,7 +82,7 @@ def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> No
     from titan_moe.training.adapter_files import shapes_and_factors
 
     dtypes = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    source, out = Path(checkpoint).expanduser(), Path(folder).expanduser()
+    source, out = find_checkpoint(checkpoint).folder, Path(folder).expanduser()
     model = hf_convert.model_of(source)
     shapes, factors = shapes_and_factors(model)
     with hf_export.converting(out):
@@ -155,6 +156,10 @@ def recipes_of_evaluation(
     is_other = bool(paths) or any(word.partition("=")[0] == "--data.source" for word in others)
     if not is_other:
         held_out = recipe_to_use(found, others)
+        is_changed = any(word.partition("=")[0] == "--data.holdout_fraction" for word in others)
+        if is_changed and not found.is_hf and not held_out.validation.has_own_data:
+            reason = "what a run has not held out it has trained on"
+            raise RecipeError([f"--data.holdout_fraction is the run's: {reason}; name other data with --data.path"])
         if held_out.data.source == "synthetic" and (found.is_hf or found.folder == found.side_files):
             raise RecipeError([f"{source} names no data; add --data.path='texts/*.txt', or others"])
         name = held_out.validation.path or f"{held_out.data.path or held_out.data.source}, held out"

@@ -127,7 +127,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["import", str(theirs), str(out)]) == 2
     assert "missing: model.layers.0.block_sparse_moe.experts.5.w1.weight" in capsys.readouterr().err
     assert cli.main(["export", str(theirs), str(out)]) == 2
-    assert "is no complete checkpoint" in capsys.readouterr().err
+    assert "is a Hugging Face checkpoint; titan-moe import" in capsys.readouterr().err
     (theirs / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
     assert cli.main(["recipe", str(theirs)]) == 2
     assert not out.exists()

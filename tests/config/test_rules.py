@@ -90,6 +90,10 @@ BROKEN = {
         "--model.adapter.rank=8 --precision.format=fp8_rowwise --precision.compute=bf16",
         "needs experts in compute's dtype",
     ),
+    "muon_has_matrices": (
+        "--model.adapter.rank=8 --optim.kind=muon",
+        'optim.kind = "muon" has no matrix to update where model.adapter.rank = 8 freezes them',
+    ),
     "clones_are_of_whole_experts": (
         '--optim.trainable=["*.experts.down"] --parallel.expert_clones=auto',
         'parallel.expert_clones = "auto" needs layers whose routed experts optim.trainable = ["*.experts.down"] trains',

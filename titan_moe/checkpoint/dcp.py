@@ -20,6 +20,7 @@ from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, Checkpoin
 from titan_moe.checkpoint.hf import check_exportable, load_adapter, load_hf, save_hf
 from titan_moe.checkpoint.hf_describe import cannot_export
 from titan_moe.checkpoint.hf_export import dtype_of, keep_source, left_out, source_of
+from titan_moe.checkpoint.hf_folder import CONFIG_FILE
 from titan_moe.checkpoint.keep import kept_steps
 from titan_moe.checkpoint.manifest import Manifest
 from titan_moe.checkpoint.masters import MasterState
@@ -288,7 +289,7 @@ class Checkpointer:
                 refused = [f"{words}; restore it, {way_out}; {switch}"]
                 if in_data := [change for change in changes.logged if change.startswith("data.")]:
                     refused.append(f"it may differ because of {'; '.join(in_data)}: set it back")
-        if manifest.base and manifest.base != self._base:
+        if manifest.base and not self.config.saves_frozen and manifest.base != self._base:
             words = f"was {manifest.base}, and checkpoint.load_from = {self.config.load_from!r} is {self._base}"
             refused.append(f"the base of {folder}, which has its frozen weights, {words}; restore it, {way_out}")
         if refused:
@@ -323,6 +324,8 @@ class Checkpointer:
         steps = [step for root in (folder, folder / "checkpoints") for step in CheckpointFolders(root).complete_steps()]
         names = ", ".join(f"step-{step}" for step in steps)
         found = f"complete ones below it: {names}" if steps else "none is below it"
+        if (folder / CONFIG_FILE).is_file():
+            found = f"a folder of Hugging Face is {HUGGING_FACE}{self.config.load_from}"
         raise ValueError(
             f"checkpoint.load_from = {self.config.load_from!r} is not a complete checkpoint: it must be a folder "
             f"`step-N` with a {METADATA_FILE} file ({found})"

@@ -74,7 +74,7 @@ def save_adapter(
             tensors[f"{PREFIX}{name}.lora_B.weight"] = b_of_it.contiguous()
     with renamed_at_the_end(folder) as unfinished:
         save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
-        config = _config(model, by_ours, base, is_fused=is_fused)
+        config = _config(model, factors, by_ours, base, is_fused=is_fused)
         (unfinished / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -123,7 +123,9 @@ def _kind(ours: str) -> AdapterKind:
     return kind_of_linear(path) or "experts"
 
 
-def _config(model: ModelConfig, by_ours: Mapping[str, list[Piece]], base: str, *, is_fused: bool) -> dict[str, Any]:
+def _config(
+    model: ModelConfig, factors: Mapping[str, Factors], by_ours: Mapping[str, list[Piece]], base: str, *, is_fused: bool
+) -> dict[str, Any]:
     """What `adapter_config.json` says. The rank of experts is the default: PEFT derives that of joined weights from
     it."""
     adapter = model.adapter
@@ -142,7 +144,8 @@ def _config(model: ModelConfig, by_ours: Mapping[str, list[Piece]], base: str, *
             module = piece.name.removesuffix(".weight")
             last = module.rpartition(".")[2]
             modules.add(last)
-            own = adapter.rank_of(kind)
+            number = 1 if kind == "experts" else len(matrices_of(piece, factors[ours]))  # whose ranks are joined
+            own = adapter.rank_of(kind) * number
             if (own, adapter.scale_of(kind)) != (rank, scale):
                 pattern = re.sub(r"\.\d+\.", r"\\.\\d+\\.", re.sub(r"^model\.layers\.\d+\.", "", module))
                 ranks[pattern], alphas[pattern] = own, own * adapter.scale_of(kind)

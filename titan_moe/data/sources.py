@@ -1,6 +1,7 @@
 """Open the training and held-out samples of a recipe's `[data]`."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,10 @@ class SourceSize(NamedTuple):
     share: float
     """Of the sequences of a run."""
     samples_per_epoch: int
+
+
+MOST_HELD_OUT = 0.5
+"""The largest share that is proposed to be held out."""
 
 
 class DataSize(NamedTuple):
@@ -99,10 +104,11 @@ def _open_epochs(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
     held_out = _chained([held_out for _, _, held_out in opened.values()])
     has_own = recipe.validation.has_own_data and recipe.data.holdout_fraction == 0
     if recipe.validation.every_steps > 0 and not has_own and len(held_out) < recipe.validation.num_sequences:
+        total = sum(corpus.num_tokens for corpus, _, _ in opened.values())
         raise ValueError(
             f"validation.num_sequences = {recipe.validation.num_sequences}, but data.holdout_fraction = "
             f"{recipe.data.holdout_fraction} holds out {len(held_out)} sequences of {recipe.train.seq_len_tokens} "
-            f"tokens; raise data.holdout_fraction or lower validation.num_sequences{_to(len(held_out))}"
+            f"tokens; {_way_to_validate(recipe, len(held_out), total)}"
         )
     if recipe.metrics.sample_tokens > 0 and not has_own and len(held_out) == 0:
         raise ValueError(
@@ -169,8 +175,15 @@ def _fingerprint(opened: Mapping[str, Divided]) -> str:
     return "; ".join(f"{name}: {content}" if name else content for name, content in found.items())
 
 
-def _to(number: int) -> str:
-    return f" to {number}" if number else ""
+def _way_to_validate(recipe: Recipe, num_held_out: int, num_tokens: int) -> str:
+    """What gives enough sequences for validation, or asks for fewer."""
+    needed = (recipe.validation.num_sequences + 1) * recipe.train.seq_len_tokens / max(num_tokens, 1)
+    ways = [f"data.holdout_fraction = {math.ceil(100 * needed) / 100:g} is enough"] if needed < MOST_HELD_OUT else []
+    micro = recipe.train.micro_batch_sequences
+    if fewer := num_held_out // micro * micro:
+        ways.append(f"or validation.num_sequences = {fewer} on one rank")
+    ways.append("or give validation data of its own, validation.path with data.holdout_fraction = 0")
+    return ", ".join(ways)
 
 
 def _size_of(corpus: Corpus, held_out_tokens: int) -> DataSize:

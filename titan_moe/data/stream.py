@@ -128,10 +128,11 @@ class StreamedSamples(Samples):
             start, place = (epoch, documents.num_read), documents.place()
             if (text := documents.read()) is None:
                 if epoch > first_epoch:
-                    raise ValueError(
-                        f"data.path has no document with text after the {self._num_reserved} documents reserved for "
-                        "validation; add data, or lower validation.num_sequences"
-                    )
+                    where = f"after the {self._num_reserved} documents reserved for validation"
+                    way_out = "add data, or lower validation.num_sequences"
+                    if not self._num_reserved:
+                        where, way_out = "in a part that one lane reads", "leave it out, or set data.stream_lanes = 0"
+                    raise ValueError(f"data.path has no document with text {where}; {way_out}")
                 epoch, documents = epoch + 1, self._open_documents(self._num_reserved, None)
                 continue
             (tokens,) = self._tokenizer.encode_documents([text])

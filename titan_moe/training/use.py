@@ -203,6 +203,9 @@ def evaluate(sources: Sequence[tuple[str, Recipe]], *, all_sequences: bool, held
         for name, recipe in sources:
             loader = _loader(recipe, use, group, held_out=held_out, all_sequences=all_sequences)
             sets = loader.validation_names if held_out else [""]
+            if "" in sets and not loader.num_held_out:
+                reason = f"data.holdout_fraction = {recipe.data.holdout_fraction} has held nothing out"
+                raise RecipeError([f"{name}: {reason}; name data with --data.path=FILES"])
             for set_ in sets:
                 num_bytes = torch.zeros((), dtype=torch.float64, device=use.device)
                 batches = _counting(loader, set_, sequence_shard(recipe.parallel, meshes.context_rank), num_bytes)
@@ -251,7 +254,8 @@ def _loader(recipe: Recipe, use: Loaded, group: dist.ProcessGroup, *, held_out: 
     options: dict[str, Any] = {"builds_cache": is_first_of_node()}
     options["open_"] = open_source if held_out else open_for_evaluation
     shard = sequence_shard(recipe.parallel, meshes.context_rank)
-    recipe = replace(recipe, validation=replace(recipe.validation, every_steps=1))  # or a stream holds nothing out
+    if recipe.data.streams or recipe.validation.has_own_data:  # which are opened for validations alone
+        recipe = replace(recipe, validation=replace(recipe.validation, every_steps=1))
     try:
         loader = build_loader(recipe, *where, shard, **options)
         if all_sequences and loader.num_held_out:

@@ -46,7 +46,7 @@ def test_templates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 def test_chats_without_transformers_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'titan_moe\[hf\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[hf\]'"):
         ChatTemplate(make_tokenizer(tmp_path), "", begins_with_bos=False)
 
 

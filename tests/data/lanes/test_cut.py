@@ -44,6 +44,13 @@ def test_each_row_is_in_one_part(tmp_path: Path, ending: str, kind: str, most: i
         assert len(parts) >= min(num_parts, most) // 2
 
 
+def test_a_small_file_is_no_part_of_its_own(tmp_path: Path) -> None:
+    """It would be read as often as the large one."""
+    for name, number in (("a", 400), ("b", 1), ("c", 0)):
+        write_rows(tmp_path / f"{name}.jsonl.gz", [{"number": n, "text": str(n * 7919)} for n in range(number)])
+    assert cut(sorted(tmp_path.iterdir()), "json", [0, 0, 0], 3) == [Part([0, 0, 0], None)]
+
+
 def _place_after(files: list[Path], kind: str, num_rows: int) -> list[int]:
     rows = Rows(files, kind)
     for _ in range(num_rows):
@@ -69,9 +76,9 @@ def test_small_data_has_fewer_parts_and_unequal_ones_are_told(
     files = [tmp_path / "a.jsonl"]
     assert len(cut(files, "json", [0, 0, 0], 256)) == 3
     assert "bytes" not in caplog.text
-    zipped = [tmp_path / "b.jsonl.gz", tmp_path / "c.jsonl.gz"]
+    zipped = [tmp_path / f"{name}.jsonl.gz" for name in "bcde"]
     monkeypatch.setattr(cut_module, "MIN_PART_BYTES", 1)
-    for path, number in zip(zipped, (20, 5000), strict=True):
+    for path, number in zip(zipped, (1000, 1000, 1000, 5500), strict=True):
         write_rows(path, [{"number": n} for n in range(number)])
-    assert len(cut(zipped, "json", [0, 0, 0], 256)) == 2
+    assert len(cut(zipped, "json", [0, 0, 0], 256)) == 4
     assert "a small one is read again before a large one has ended" in caplog.text

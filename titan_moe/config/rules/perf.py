@@ -126,6 +126,14 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield said(recipe, "{precision.master} has no {optim.kind} with {run.device}")
 
 
+muon_has_matrices = row(
+    "Muon updates matrices, and adapters are trained by AdamW",
+    lambda r: r.optim.kind == "muon" and r.model.adapter.is_used and not r.optim.trainable,
+    "{optim.kind} has no matrix to update where {model.adapter.rank} freezes them",
+    "optim.kind",
+)
+
+
 @rule("an option without effect hides a mistake", "optim.muon.momentum nesterov ns_steps adjust_lr lr_scale optim.kind")
 def options_of_muon_have_an_effect(recipe: Recipe, world_size: int) -> Iterator[str]:
     if OPTIMIZERS[recipe.optim.kind].orthogonalises:

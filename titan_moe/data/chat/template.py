@@ -35,7 +35,7 @@ class ChatTemplate:
             from transformers import PreTrainedTokenizerFast  # imported here: only chats need it
         except ImportError as error:
             raise ImportError(
-                "data.format = 'chat' needs the package `transformers`: pip install 'titan_moe[hf]'; "
+                "data.format = 'chat' needs the package `transformers`: pip install -e '.[hf]'; "
                 "or write the conversations as texts, for data.format = 'text'"
             ) from error
         try:

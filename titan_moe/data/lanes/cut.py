@@ -33,13 +33,14 @@ def cut(files: Sequence[Path], kind: str, start: Place, num_parts: int) -> list[
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
     first = _bytes_before(files, kind, sizes, start)
     num_parts = max(min(num_parts, (ends[-1] - first) // MIN_PART_BYTES), 1)
-    cuts = {}
+    cuts: dict[tuple[int, ...], int] = {}
     for part in range(1, num_parts):
         target = first + (ends[-1] - first) * part // num_parts
         number = next(number for number, end in enumerate(ends) if target < end)
         place, at = _next_place(files[number], kind, number, target - (ends[number] - sizes[number]), sizes[number])
         if place[:2] > start[:2] and place[0] < len(files):
             cuts[tuple(place)] = at + ends[number] - sizes[number]
+    cuts = _apart(cuts, first, ends[-1])
     starts = [start, *map(list, sorted(cuts))]
     bounds = [first, *(cuts[tuple(place)] for place in starts[1:]), ends[-1]]
     lengths = [max(end - begin, 1) for begin, end in zip(bounds, bounds[1:], strict=False)]
@@ -47,6 +48,17 @@ def cut(files: Sequence[Path], kind: str, start: Place, num_parts: int) -> list[
         words = "%d lanes have parts of %s to %s bytes: a small one is read again before a large one has ended"
         logger.warning(words, len(starts), f"{min(lengths):,}", f"{max(lengths):,}")
     return [Part(begin, end) for begin, end in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def _apart(cuts: dict[tuple[int, ...], int], first: int, last: int) -> dict[tuple[int, ...], int]:
+    """The cuts that leave no part too small: it would be read again and again, and so be a large share of all."""
+    least = max(MIN_PART_BYTES // 2, (last - first) // (len(cuts) + 1) // _MOST_UNEQUAL)
+    kept: dict[tuple[int, ...], int] = {}
+    before = first
+    for place, at in sorted(cuts.items()):
+        if at - before >= least and last - at >= least:
+            kept[place] = before = at
+    return kept
 
 
 def _is_by_bytes(file: Path, kind: str) -> bool:

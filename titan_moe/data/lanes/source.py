@@ -1,5 +1,6 @@
 """Open the stream of a recipe in lanes."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from titan_moe.data.row_text import PLACE, Convert, RowTexts
 from titan_moe.data.stream import Documents, OpenDocuments, StreamedSamples
 from titan_moe.data.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 _WINDOW_SEQUENCES = 16
 """Of conversations that are packed together in a lane."""
 
@@ -35,6 +38,14 @@ def open_lanes(recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows, num_rese
     if recipe.data.format == "chat":
         convert = open_encoder(recipe, tokenizer, bad_rows).encode
     parts = _parts(*resolve(recipe.data), convert, num_reserved)
+    batch = recipe.train.global_batch_sequences
+    if len(parts) % batch and batch % len(parts):
+        words = "%d lanes of a stream and %d sequences a step: some lanes are read up to twice as often as others; "
+        logger.warning(
+            words + "a data.stream_lanes that divides them, or is a multiple of them, reads all alike",
+            len(parts),
+            batch,
+        )
     block = recipe.data.shuffle_buffer_sequences if recipe.data.is_shuffled else 1
 
     def open_lane(number: int) -> Lane:

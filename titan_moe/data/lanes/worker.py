@@ -48,7 +48,7 @@ class WorkerSamples(Samples):
         assert self._connection is not None and self._process is not None
         try:
             found, *facts = self._connection.recv()
-        except (EOFError, ConnectionResetError) as error:
+        except (EOFError, OSError) as error:  # it may have ended in the middle of a message
             code = self._process.wait()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self._work = None
