@@ -177,13 +177,17 @@ def _fingerprint(opened: Mapping[str, Divided]) -> str:
 
 def _way_to_validate(recipe: Recipe, num_held_out: int, num_tokens: int) -> str:
     """What gives enough sequences for validation, or asks for fewer."""
-    needed = (recipe.validation.num_sequences + 1) * recipe.train.seq_len_tokens / max(num_tokens, 1)
-    ways = [f"data.holdout_fraction = {math.ceil(100 * needed) / 100:g} is enough"] if needed < MOST_HELD_OUT else []
-    micro = recipe.train.micro_batch_sequences
-    if fewer := num_held_out // micro * micro:
-        ways.append(f"or validation.num_sequences = {fewer} on one rank")
-    ways.append("or give validation data of its own, validation.path with data.holdout_fraction = 0")
-    return ", ".join(ways)
+    wanted, micro, ways = recipe.validation.num_sequences, recipe.train.micro_batch_sequences, list[str]()
+    for number in (wanted, micro):
+        share = math.ceil(100 * (number + 1) * recipe.train.seq_len_tokens / max(num_tokens, 1)) / 100
+        if share <= MOST_HELD_OUT:
+            fewer = f" with validation.num_sequences = {number}" if number < wanted else ""
+            ways.append(f"data.holdout_fraction = {share:g}{fewer} is enough")
+            break
+    if fewer_sequences := num_held_out // micro * micro:
+        ways.append(f"take validation.num_sequences = {fewer_sequences} on one rank")
+    ways.append("give validation data of its own, validation.path with data.holdout_fraction = 0")
+    return ", or ".join(ways)
 
 
 def _size_of(corpus: Corpus, held_out_tokens: int) -> DataSize:
