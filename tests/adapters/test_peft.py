@@ -152,3 +152,13 @@ def test_an_adapter_comes_in_again(base: Path, tmp_path: Path) -> None:
         load_adapter(adapted(base, replace(ADAPTER, experts=AdapterOfKind(4, 14.0))), tmp_path / "adapter")
     with pytest.raises(HuggingFaceError, match="it has no adapter that can be read"):
         load_adapter(other, tmp_path / "absent")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for damaged, words in (
+        ([], "does not say r and lora_alpha"),
+        ({"lora_alpha": 1}, "does not say r and lora_alpha"),
+        (config | {"rank_pattern": {"[": 2}}, "a pattern of adapter_config.json cannot be read"),
+    ):
+        file.write_text(json.dumps(damaged))
+        with pytest.raises(HuggingFaceError, match=words):
+            load_adapter(other, tmp_path / "adapter")

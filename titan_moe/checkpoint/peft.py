@@ -213,9 +213,16 @@ class AdapterFolder:
             self.file = safe_open(folder / WEIGHTS_FILE, framework="pt")
         except (OSError, ValueError, SafetensorError) as error:
             raise HuggingFaceError(folder, [f"it has no adapter that can be read: {error}"]) from error
+        numbers = [self.config.get(key) for key in PATTERNS.values()] if isinstance(self.config, dict) else []
+        if not numbers or not all(isinstance(number, int | float) and number > 0 for number in numbers):
+            raise HuggingFaceError(folder, [f"{CONFIG_FILE} does not say {' and '.join(PATTERNS.values())} as numbers"])
         ends = (".lora_A.weight", ".lora_B.weight")
         refuse_unfit(folder, self.file.keys(), [f"{PREFIX}{name}{end}" for name in self.pieces for end in ends])
-        if problems := list(self._other_scales()):
+        try:
+            problems = list(self._other_scales())
+        except (re.error, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise HuggingFaceError(folder, [f"a pattern of {CONFIG_FILE} cannot be read: {error}"]) from error
+        if problems:
             raise HuggingFaceError(folder, problems[:1])
 
     def _other_scales(self) -> Iterator[str]:

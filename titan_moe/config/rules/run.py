@@ -46,8 +46,9 @@ def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[
     of_auto = ("subset", "split", "is_streamed") if d.source == "auto" else ()
     for key in ("files", "subset", "split", "is_streamed"):
         is_set = getattr(d, key) != getattr(DataConfig, key)
+        sources = 'data.source = "datasets"' + ("" if key == "files" else ' or "auto"')
         if d.source != "datasets" and key not in of_auto and is_set:
-            yield f'data.{key} = {in_toml(getattr(d, key))} belongs to data.source = "datasets", not "{d.source}"'
+            yield f'data.{key} = {in_toml(getattr(d, key))} belongs to {sources}, not "{d.source}"'
 
 
 bytes_fit_the_vocabulary = row(
