@@ -119,7 +119,7 @@ def _command(argv: Sequence[str]) -> int:
             with _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
             return 0
-        _refuse_several_paths(overrides)
+        _tell_of_several_paths(overrides)
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
         record_failure(error)  # for the launcher, if this is one of its ranks
@@ -130,14 +130,11 @@ def _command(argv: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
 
 
-def _refuse_several_paths(overrides: list[str]) -> None:
-    """The last one would be read alone, without a word; evaluate takes several.
-
-    Raises: RecipeError.
-    """
-    paths = {word for word in overrides if word.startswith("--data.path=")}
-    if len(paths) > 1:
-        raise RecipeError([f'{" and ".join(sorted(paths))}: a run has one; data.source = "mixture" mixes several'])
+def _tell_of_several_paths(overrides: list[str]) -> None:
+    """Say which of several is read: evaluate takes all."""
+    paths = list(dict.fromkeys(word for word in overrides if word.startswith("--data.path=")))
+    if len(paths) > 1 and os.environ.get("RANK", "0") == "0":
+        print(f'of {" and ".join(paths)} the last is read; data.source = "mixture" mixes several', file=sys.stderr)
 
 
 def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str | None, key: str | None) -> None:
