@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.loaded_text import read_text
 from support.open_files import few_open_files
 
 from titan_moe.config import Recipe
@@ -39,20 +40,12 @@ def json_recipe(
     return make
 
 
-def _read_text(loader: Loader, num_steps: int) -> str:
-    return "".join(
-        "".join(map(chr, sequence))
-        for _ in range(num_steps)
-        for sequence in loader.next_step().tokens_MBN.flatten(0, 1)
-    )
-
-
 def test_datasets_downloaded_rows_are_documents(
     rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     loader = open_loader(json_recipe(is_shuffled=False))
     text = "\0".join(filter(None, rows)) + "\0"
-    assert _read_text(loader, 5) == text[: 5 * 8 * 16]
+    assert read_text(loader, 5) == text[: 5 * 8 * 16]
     assert loader.state_dict()["samples_per_epoch"] == (len(text) - 1) // 16
 
 
@@ -70,7 +63,7 @@ def test_datasets_streamed_rows_repeat_for_ever(
     loader = open_loader(json_recipe(is_streamed=True))
     text = "\0".join(filter(None, rows)) + "\0"
     num_steps = 3 * len(text) // 128
-    assert _read_text(loader, num_steps) == (4 * text)[: num_steps * 128]
+    assert read_text(loader, num_steps) == (4 * text)[: num_steps * 128]
 
 
 @pytest.mark.parametrize("has_places", [True, False])
@@ -120,7 +113,7 @@ def test_datasets_stream_reserves_first_documents_for_validation(
     loader = open_loader(json_recipe({"every_steps": 1, "num_sequences": 4}, is_streamed=True))
     held_out = "".join(map(chr, (t for b in loader.validation_batches() for t in b.tokens_MBN.flatten().tolist())))
     assert held_out == ("\0".join(filter(None, rows)) + "\0")[: 4 * 16]
-    seen = _read_text(loader, 20)
+    seen = read_text(loader, 20)
     used_rows = held_out.count("\0") + 1
     first_row = [row for row in rows if row][used_rows]
     assert seen.startswith(first_row)
@@ -212,10 +205,10 @@ def test_datasets_bad_rows_are_skipped_and_counted(
         resumed = open_loader(recipe)
         resumed.load_state_dict(state or straight.state_dict())
         expected = text[step * 128 : step * 128 + 128]
-        assert _read_text(straight, 1) == _read_text(resumed, 1) == expected
+        assert read_text(straight, 1) == read_text(resumed, 1) == expected
         state = json.loads(json.dumps(straight.state_dict()))
     if is_streamed:
-        _read_text(straight, 2 * len(text) // 128)
+        read_text(straight, 2 * len(text) // 128)
         assert len(straight.bad_rows) == 12, "each counts once, in all epochs"
     for line in range(22, 28):
         assert f"skipped a bad row: data.files: {tmp_path}/a.jsonl, line {line}, " in caplog.text
@@ -230,15 +223,15 @@ def test_datasets_bad_row_is_named_and_a_resume_may_skip_it(
     seen = ""
     with pytest.raises(ValueError, match=rf"{tmp_path}/b.jsonl, line 31, is not JSON: .*data.bad_rows = .skip."):
         while True:
-            seen += _read_text(loader, 1)
+            seen += read_text(loader, 1)
     skipping = open_loader(json_recipe(is_streamed=True, bad_rows="skip"))
     skipping.load_state_dict(loader.state_dict())
     text = "\0".join(filter(None, rows)) + "\0"
-    assert seen and seen + _read_text(skipping, 3) == (2 * text)[: len(seen) + 3 * 128]
+    assert seen and seen + read_text(skipping, 3) == (2 * text)[: len(seen) + 3 * 128]
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     back = open_loader(json_recipe(is_streamed=True))
     back.load_state_dict(skipping.state_dict())
-    assert _read_text(back, 1) == (2 * text)[len(seen) + 3 * 128 : len(seen) + 4 * 128]
+    assert read_text(back, 1) == (2 * text)[len(seen) + 3 * 128 : len(seen) + 4 * 128]
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -266,7 +259,7 @@ def test_datasets_of_other_bytes_than_text_name_file_and_line(
     (tmp_path / "b.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=words):
         loader = open_loader(json_recipe(is_streamed=is_streamed, files=str(tmp_path / "b.jsonl")))
-        _read_text(loader, 2)
+        read_text(loader, 2)
 
 
 def test_datasets_removed_file_of_a_stream_is_named(
@@ -276,7 +269,7 @@ def test_datasets_removed_file_of_a_stream_is_named(
     loader.next_step()
     (tmp_path / "b.jsonl").unlink()
     with pytest.raises(ValueError, match=r"data.files = .*: .*/b.jsonl is gone while the run reads it, after row 23;"):
-        _read_text(loader, 20)
+        read_text(loader, 20)
 
 
 def test_datasets_path_of_a_file_says_where_it_belongs(
@@ -310,11 +303,11 @@ def test_files_of_a_streamed_dataset_are_lanes(
     sequences = [loader.next_step().tokens_MBN.flatten(0, 1).tolist() for _ in range(4)]
     text = "|".join("".join(map(chr, sequence)) for step in sequences for sequence in step)
     state = json.loads(json.dumps(loader.state_dict()))
-    later = _read_text(loader, 4)
+    later = read_text(loader, 4)
     ranks = [open_loader(json_recipe(validation, **own), rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(state)
-    steps = ["".join(_read_text(rank, 1) for rank in ranks) for _ in range(4)]
+    steps = ["".join(read_text(rank, 1) for rank in ranks) for _ in range(4)]
     assert "".join(steps) == later
     batches = loader.validation_batches() if num_sequences else ()
     held_out = "".join(chr(token) for batch in batches for token in batch.tokens_MBN.flatten().tolist())

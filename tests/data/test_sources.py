@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.files_of_rows import compressed, write_rows
+from support.loaded_text import read_text
 
 from titan_moe.config import Recipe
 from titan_moe.data.loader import Loader
@@ -24,14 +25,6 @@ def auto(make_recipe: Callable[..., Recipe]) -> Callable[..., Recipe]:
     return make
 
 
-def _read_text(loader: Loader, num_steps: int) -> str:
-    return "".join(
-        "".join(map(chr, sequence))
-        for _ in range(num_steps)
-        for sequence in loader.next_step().tokens_MBN.flatten(0, 1)
-    )
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.parquet", "a.arrow.zst"])
 def test_rows_of_files_are_documents(
@@ -42,7 +35,7 @@ def test_rows_of_files_are_documents(
     for number, texts in enumerate((TEXTS[:20], TEXTS[20:])):
         write_rows(folder / f"{number}-{name}", [{"content": text, "n": 1} for text in texts])
     loader = open_loader(auto(folder, is_streamed=is_streamed))
-    assert _read_text(loader, 5) == ("\0".join(TEXTS) + "\0")[: 5 * 8 * 16]
+    assert read_text(loader, 5) == ("\0".join(TEXTS) + "\0")[: 5 * 8 * 16]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
@@ -72,7 +65,7 @@ def test_text_is_read_compressed_too_and_as_the_source_text_reads_it(
     (tmp_path / "b.txt.gz").write_bytes(compressed(b"packed words " * 40, ".gz"))
     (tmp_path / "c.txt.zst").write_bytes(compressed(b"more words " * 40, ".zst"))
     loader = open_loader(auto(tmp_path / "*.txt*"))
-    assert _read_text(loader, 9) == f"{'plain words ' * 40}\0{'packed words ' * 40}\0{'more words ' * 40}\0"[: 9 * 128]
+    assert read_text(loader, 9) == f"{'plain words ' * 40}\0{'packed words ' * 40}\0{'more words ' * 40}\0"[: 9 * 128]
     assert open_loader(auto(tmp_path / "*.txt*", source="text")).fingerprint() == loader.fingerprint()
 
 
@@ -131,7 +124,7 @@ def test_content_tells_rows_of_json(
     (tmp_path / "b.txt").write_text("text " * 40)
     recipe = auto(tmp_path / "*.*", source="text")
     if not rows:
-        assert "text" in _read_text(open_loader(recipe), 1)
+        assert "text" in read_text(open_loader(recipe), 1)
         return
     with pytest.raises(ValueError, match=f"{name} has {rows}, not plain text"):
         open_loader(recipe)
@@ -175,6 +168,6 @@ def test_hub_name_is_read_by_datasets(
     with caplog.at_level(logging.INFO):
         for is_streamed in (False, True):
             loader = open_loader(auto("owner/name", is_streamed=is_streamed))
-            assert _read_text(loader, 5) == ("\0".join(TEXTS) + "\0")[: 5 * 128]
+            assert read_text(loader, 5) == ("\0".join(TEXTS) + "\0")[: 5 * 128]
     assert set(asked) == {("owner/name", None, "train")}
     assert "the text of data.path = 'owner/name' is in its column 'story'" in caplog.text

@@ -97,15 +97,7 @@ def test_factors_of_weight_gradients_are_rounded_along_each_experts_slots(
             assert torch.equal(all_scales[tile], scales[0])
 
 
-@pytest.mark.few(
-    "random-cuda-dtype1",
-    "skewed-cpu-dtype0",
-    "skewed-cuda-dtype1",
-    "empty_expert-cpu-dtype0",
-    "empty_expert-cuda-dtype1",
-    "padded-cpu-dtype0",
-    "padded-cuda-dtype1",
-)
+@rowwise.FEW_PLANS
 @with_devices
 @with_plans
 def test_each_product_is_that_of_the_emulation_and_near_fp64(name: str, device: str, dtype: torch.dtype) -> None:

@@ -42,6 +42,17 @@ FLOOR_DB = 26.0
 LOSS_OF_KEPT_DB = 8.0
 """Gradients may be so much farther from fp64 than those of the emulation, which keeps pre-activations unrounded."""
 
+FEW_PLANS = pytest.mark.few(
+    "random-cuda-dtype1",
+    "skewed-cpu-dtype0",
+    "skewed-cuda-dtype1",
+    "empty_expert-cpu-dtype0",
+    "empty_expert-cuda-dtype1",
+    "padded-cpu-dtype0",
+    "padded-cuda-dtype1",
+)
+"""Of plans, devices and dtypes."""
+
 
 class Case(NamedTuple):
     x_SD: Tensor
@@ -121,15 +132,7 @@ def test_casts_have_the_bits_of_the_references(device: str, dtype: torch.dtype) 
         assert_weight_has_the_bits_of_the_reference(weight_eOI, dtype)
 
 
-@pytest.mark.few(
-    "random-cuda-dtype1",
-    "skewed-cpu-dtype0",
-    "skewed-cuda-dtype1",
-    "empty_expert-cpu-dtype0",
-    "empty_expert-cuda-dtype1",
-    "padded-cpu-dtype0",
-    "padded-cuda-dtype1",
-)
+@FEW_PLANS
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("name", PLANS)
 def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -> None:
