@@ -9,16 +9,18 @@ from titan_moe.config.clones import NUM_CLONES, num_clones, resolve_clones, why_
 from titan_moe.plan.check_report import describe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+FP32 = "--precision.master=fp32"
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "world_size", "expected"),
     [
         ("qwen3_30b_a3b", (), 8, NUM_CLONES),
-        ("deepseek_v2_lite", (), 8, NUM_CLONES),
-        ("mixtral_8x7b", (), 8, 1),  # a rank owns one expert
-        ("mixtral_8x7b", ("--parallel.ep=4",), 4, 1),  # two
-        ("mixtral_8x7b", ("--train.seq_len_tokens=2048",), 8, 0),  # few slots
+        ("deepseek_v2_lite", (), 8, 0),  # split masters
+        ("deepseek_v2_lite", (FP32,), 8, NUM_CLONES),
+        ("mixtral_8x7b", (FP32,), 8, 1),  # a rank owns one expert
+        ("mixtral_8x7b", (FP32, "--parallel.ep=4"), 4, 1),  # two
+        ("mixtral_8x7b", (FP32, "--train.seq_len_tokens=2048"), 8, 0),  # few slots
         ("quickstart", (), 1, 0),
         ("qwen3_30b_a3b", ("--parallel.expert_clones=off",), 8, 0),
         ("qwen3_30b_a3b", ("--model.moe.num_experts=8",), 8, 1),  # as many as a rank owns
@@ -82,5 +84,6 @@ def test_check_says_what_replica_slots_take() -> None:
     [("qwen3_30b_a3b", "format", "1.11"), ("mixtral_8x7b", "format", "1.19"), ("qwen3_30b_a3b", "fp8_rowwise", "1.11")],
 )
 def test_check_says_from_which_load_on_replica_slots_are_used(name: str, experts: str, pays_from: str) -> None:
-    recipe = load_recipe(RECIPES / f"{name}.toml", ["--parallel.expert_clones=auto", f"--precision.experts={experts}"])
+    overrides = [FP32, "--parallel.expert_clones=auto", f"--precision.experts={experts}"]
+    recipe = load_recipe(RECIPES / f"{name}.toml", overrides)
     assert f"used while the busiest rank has more than {pays_from} times the mean load" in describe(recipe, 8)

@@ -17,6 +17,8 @@ from titan_moe.plan.resolved import Resolved
 MIXTRAL = Path(__file__).parents[2] / "recipes" / "mixtral_8x7b.toml"
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
 NOTHING = "--memory.recompute=none"
+FP32 = ("--precision.master=fp32", "--precision.moments=bf16")
+ONCE = (*FP32, "--parallel.accumulate_unsharded=true")
 
 
 def warnings_of(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str, num_ranks: int = 8) -> list[str]:
@@ -82,10 +84,12 @@ def test_ranks_of_a_gpu_need_memory_together(monkeypatch: pytest.MonkeyPatch) ->
     assert one == [] and "run.ranks_per_gpu = 1 fits" in two
 
 
-def by_hand(file: Path, num_ranks: int, limit_gib: float) -> list[tuple[int, int, list[str], float]]:
+def by_hand(
+    file: Path, num_ranks: int, limit_gib: float, given: tuple[str, ...]
+) -> list[tuple[int, int, list[str], float]]:
     """All sets of up to three changes of the table that fit, as overrides, from fresh recipes: how many fields, their
     costs, and the peak that the report of the changed recipe has."""
-    recipe, fitting = load_recipe(file, [NOTHING]), []
+    recipe, fitting = load_recipe(file, [NOTHING, *given]), []
     options = []
     for key, values in CHANGES.items():
         section, field = key.split(".")
@@ -94,7 +98,7 @@ def by_hand(file: Path, num_ranks: int, limit_gib: float) -> list[tuple[int, int
         for keys in itertools.combinations(options, number):
             for chosen in itertools.product(*keys):  # one value of each
                 overrides = [f"--{key}={_as_text(value)}" for key, value, _ in chosen]
-                changed = load_recipe(file, [NOTHING, *overrides])
+                changed = load_recipe(file, [NOTHING, *given, *overrides])
                 if check_rules(changed, num_ranks) or (gib := peak_of(changed, num_ranks)) > limit_gib:
                     continue
                 fitting.append((number, sum(cost for _, _, cost in chosen), overrides, gib))
@@ -124,13 +128,13 @@ def peak_of(recipe: Recipe, num_ranks: int, gpu: str = "H100") -> float:
 )
 def test_nearest_changes_that_fit_are_found(num_ranks: int, expected: str) -> None:
     """Mixtral on H100s, beside a search of all sets of changes."""
-    report = describe(load_recipe(MIXTRAL, [NOTHING]), num_ranks, "H100")
+    report = describe(load_recipe(MIXTRAL, [NOTHING, *ONCE]), num_ranks, "H100")
     (ways,) = re.findall(r"WARNING: 1\d\d GiB exceed the 79 GiB of H100; (.*)", report)
-    number, cost, overrides, gib = by_hand(MIXTRAL, num_ranks, 79)[0]
+    number, cost, overrides, gib = by_hand(MIXTRAL, num_ranks, 79, ONCE)[0]
     assert ways.split("; or ")[0] == expected
     assert in_overrides(expected) == overrides and f": {gib:.3g} GiB" in expected and len(overrides) == number
     for way in ways.split("; or "):
-        changed = load_recipe(MIXTRAL, [NOTHING, *in_overrides(way)])
+        changed = load_recipe(MIXTRAL, [NOTHING, *ONCE, *in_overrides(way)])
         assert check_rules(changed, num_ranks) == []
         assert f"{peak_of(changed, num_ranks):.3g} GiB fit the 79 GiB of H100" in describe(changed, num_ranks, "H100")
 
@@ -151,14 +155,14 @@ def test_changes_are_fields_and_cost_more_the_less_is_needed(text: str) -> None:
 def test_changes_that_need_each_other_are_found_together() -> None:
     """Moments in 8 bits break a rule without the optimizer that has them."""
     overrides = ["--model.num_layers=30", "--memory.recompute=block", "--parallel.accumulate_unsharded=false"]
-    recipe = load_recipe(MIXTRAL, [*overrides, "--optim.kind=adamw", "--precision.moments=master"])
+    recipe = load_recipe(MIXTRAL, [*FP32, *overrides, "--optim.kind=adamw", "--precision.moments=master"])
     assert check_rules(recipe, 8) == []
     expected = 'optim.kind = "fused_adamw" and precision.moments = "bf16" fit: '
     assert f"GiB of H100; {expected}" in describe(recipe, 8, "H100")
 
 
 def test_a_recipe_that_fits_gets_no_advice() -> None:
-    report = describe(load_recipe(MIXTRAL), 8, "H200")
+    report = describe(load_recipe(MIXTRAL, ONCE), 8, "H200")
     assert "WARNING" not in report and " fits: " not in report and "117 GiB fit the 139 GiB of H200" in report
 
 

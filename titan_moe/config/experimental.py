@@ -49,26 +49,6 @@ EXPERIMENTAL = (
         "1.2 % faster at most on 2 GPUs, not timed on more",
         lambda recipe: recipe.parallel.tp > 1,
     ),
-    Experimental("model.attention.sinks", True, _ON_CPUS_ALONE),
-    Experimental(
-        "model.attention.kind",
-        "mla",
-        "its rotation in Triton not timed beside PyTorch's in one call",
-        lambda recipe: (
-            recipe.run.device != "cpu"
-            and recipe.perf.kernels in ("auto", "fused")
-            and recipe.perf.override.rotary != "torch"
-        ),
-    ),
-    Experimental("model.moe.router_bias", True, _ON_CPUS_ALONE),
-    Experimental(
-        "model.moe.expert_mlp_bias",
-        True,
-        "in fused experts not timed",
-        lambda recipe: (
-            recipe.run.device != "cpu" and "grouped_mm" not in (recipe.perf.kernels, recipe.perf.override.experts)
-        ),
-    ),
     *(
         Experimental("model.adapter.targets", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
         for name in ("attention", "dense", "shared", "experts")

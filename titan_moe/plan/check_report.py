@@ -238,7 +238,8 @@ def _memory(resolved: Resolved) -> str:
     )
     gathered = resolved.gathered_bytes / 2**30
     is_once = recipe.parallel.accumulate_unsharded
-    held = "unsharded parameters and gradients" if is_once else f"experts in {recipe.precision.compute}"
+    of_experts = p.compute if p.compute != p.parameters else "codes"
+    held = "unsharded parameters and gradients" if is_once else f"experts in {of_experts}"
     during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
     shared = resolved.shared_bytes / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""

@@ -27,9 +27,11 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 EP2 = ("--parallel.ep=2", "--model.num_layers=12")
 DP2 = (*EP2, "--train.global_batch_sequences=8")
 LONG = (*EP2, "--train.micro_batch_sequences=1", "--train.seq_len_tokens=32768", "--train.global_batch_sequences=1")
-LITE = (*EP2, "--train.global_batch_sequences=12")
-MIXTRAL = ("--parallel.ep=2", "--model.num_layers=8", "--train.global_batch_sequences=8")
+FP32 = ("--precision.master=fp32", "--precision.moments=bf16", "--parallel.accumulate_unsharded=true")
+LITE = (*FP32, *EP2, "--train.global_batch_sequences=12")
+MIXTRAL = (*FP32, "--parallel.ep=2", "--model.num_layers=8", "--train.global_batch_sequences=8")
 V3 = (
+    *FP32,
     "--model.hidden_size=7168", "--model.num_layers=4", "--model.attention.num_heads=128",
     "--model.attention.q_lora_rank=1536", "--model.vocab_size=129280", "--model.ffn_hidden_size=18432",
     "--model.moe.num_experts=64", "--model.moe.top_k=8", "--model.moe.ffn_hidden_size=2048",
@@ -80,7 +82,7 @@ MEASURED = {
 """Peaks of launched steps in tools/results since rows lie in an arena, as shipped but for the overrides. Schedules
 with split backwards had `accumulate_unsharded` (tools/pipelines.txt)."""
 LONG4 = ("--model.num_layers=12", "--train.micro_batch_sequences=1", "--train.seq_len_tokens=32768")
-MIXTRAL4 = ("--model.num_layers=16", "--train.global_batch_sequences=16")
+MIXTRAL4 = (*FP32, "--model.num_layers=16", "--train.global_batch_sequences=16")
 ZBV4 = (*SPLIT, "--model.num_layers=24", "--train.global_batch_sequences=64", "--parallel.pp=4")
 ZBV4 = (*ZBV4, "--parallel.pp_schedule=zbv")
 V3_CUT = (
@@ -96,7 +98,9 @@ PP2_EP2 = ("--parallel.pp=2", "--parallel.ep=2")
 V_OF_ZBV = ("--parallel.vpp=2", "--parallel.pp_schedule=zbv", "--parallel.accumulate_unsharded=true")
 QWEN_OF_24 = ("--model.num_layers=24", "--train.global_batch_sequences=128")
 PIPELINE4 = (*PIPELINE, "--model.num_layers=24", "--parallel.pp=4")
-LITE4 = ("--train.global_batch_sequences=24",)
+LITE4 = (*FP32, "--train.global_batch_sequences=24")
+LITE_80 = ("--train.global_batch_sequences=16", "--train.micro_batch_sequences=4")
+LITE_80 = (*LITE_80, "--parallel.accumulate_unsharded=false")
 RECORDED = {
     # recipe, GPUs, overrides, capacity factor, GiB
     "section 2, V2-Lite": ("deepseek_v2_lite", 4, LITE4, 1.125, 117.3),
@@ -107,6 +111,8 @@ RECORDED = {
         "mixtral_8x7b", 4, (*MIXTRAL4, "--parallel.expert_clones=auto"), 1.25, 105.4,
     ),
     "section 2, Mixtral, 8 layers": ("mixtral_8x7b", 2, MIXTRAL, 1.25, 90.9),
+    "4 x H100, V2-Lite": ("deepseek_v2_lite", 4, (*LITE_80, "--memory.recompute=norms:3-26"), 1.125, 72.1),
+    "4 x H100, V2-Lite, codes beside split masters": ("deepseek_v2_lite", 4, (*LITE_80, FP8), 1.125, 72.0),
     "section 14, dp 4": ("qwen3_30b_a3b", 4, (*LONG4, "--train.global_batch_sequences=4"), 1.125, 67.5),
     "section 14, tp 2": (
         "qwen3_30b_a3b", 4, (*LONG4, "--train.global_batch_sequences=2", "--parallel.tp=2"), 1.125, 44.6,

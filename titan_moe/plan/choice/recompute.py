@@ -202,7 +202,7 @@ class _Search:
         """The time of a step that a part costs in all layers."""
         recipe, hardware = self.recipe, self.hardware
         m, sizes = recipe.model, resolve(recipe.parallel, self.world_size)
-        element, master = (BYTES_OF_DTYPE[it] for it in (recipe.precision.compute, recipe.precision.master))
+        element, parameter = (BYTES_OF_DTYPE[it] for it in (recipe.precision.compute, recipe.precision.parameters))
         gemms, passes, weights = 0.0, 0.0, 0.0
         for row in modules_of(m, recipe.parallel):
             freed, is_block = row.freed_by([name]), name == "block" and row.layers is not None
@@ -218,7 +218,7 @@ class _Search:
             if (freed or is_block) and row.pair_width and name in ("attention", "block"):
                 gemms += attention_core_flops_per_token(m, recipe.train.seq_len_tokens) / 3
             if name == "expert_weights" and row.region == "experts":
-                weights += row.number * row.own_parameters * (master + element)
+                weights += row.number * row.own_parameters * (parameter + element)
         microbatches = num_microbatches(recipe, self.world_size)
         of_memory = MEMORY_SHARE * hardware.memory_bytes_per_second
         of_token = gemms / (GEMM_SHARE * hardware.bf16_flops) + passes / of_memory

@@ -6,7 +6,7 @@ pass `RankPart.recipe` for those of one pipeline rank.
 
 from titan_moe.config.clones import num_clones
 from titan_moe.config.formats import FORMAT_FACTS
-from titan_moe.config.gemms import has_native_experts
+from titan_moe.config.gemms import count_packed_experts, has_native_experts
 from titan_moe.config.modules import modules_of, parameters_of_an_expert
 from titan_moe.config.parallel import resolve
 from titan_moe.config.perf import PARKED_CHUNK_BYTES
@@ -66,9 +66,9 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state.
 
     With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
-    only copies in compute's dtype, of what trains. These exist for the whole step, or from a layer's forward to its
-    backward: those of all layers at once, unless something is recomputed. Without `has_gradients`, as in the first
-    microbatch, none are accumulated yet.
+    only copies in compute's dtype, or codes, of what trains. These exist for the whole step, or from a layer's forward
+    to its backward: those of all layers at once, unless something is recomputed. Without `has_gradients`, as in the
+    first microbatch, none are accumulated yet.
     """
     recipe = part.recipe
     sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
@@ -79,7 +79,7 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     if not count.all_train:
         trained_dense, trained = count.trained_dense_of_a_rank, trained_experts_per_rank(recipe)
     is_unsharded = sizes.experts_are_unsharded(precision)
-    copy = compute if precision.compute != precision.parameters else 0
+    copy = copied_bytes_of_a_parameter(recipe)
     if not recipe.parallel.accumulate_unsharded:
         again = recompute_of(recipe).of("block", "expert_weights") if recipe.parallel.pp == 1 else frozenset()
         number = recipe.model.num_moe_layers
@@ -90,6 +90,16 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     gathered = dense * compute + trained_dense * of_gradients
     gathered += trained * copy if is_unsharded else experts * compute + trained * of_gradients
     return round(gathered) + replica_bytes_per_rank(recipe)
+
+
+def copied_bytes_of_a_parameter(recipe: Recipe) -> float:
+    """Count the bytes that unsharded experts hold of a parameter beside its master: a copy in compute's dtype, where
+    the master's differs, or codes for forward and for backward."""
+    p, number = recipe.precision, recipe.model.num_moe_layers
+    compute = BYTES_OF_DTYPE[p.compute]
+    if p.compute != p.parameters:
+        return compute
+    return compute * count_packed_experts(recipe) / max(number, 1)  # two codes are an element of bf16
 
 
 def replica_bytes_per_rank(recipe: Recipe) -> int:

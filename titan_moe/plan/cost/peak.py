@@ -34,6 +34,7 @@ from titan_moe.plan.cost.graph_pool import FRAGMENTATION, gathering_bytes, messa
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
+    copied_bytes_of_a_parameter,
     gathered_bytes,
     state_bytes,
     temporary_bytes,
@@ -83,8 +84,7 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
         begin += gradients if not is_once else trained_experts_per_rank(recipe) * gradient if has_copies else 0
 
     are_kept = is_once or recipe.parallel.pp > 1
-    has_casts = has_copies and are_kept and p.compute != p.parameters
-    copies = trained_experts_per_rank(recipe) * compute if has_casts else 0
+    copies = trained_experts_per_rank(recipe) * copied_bytes_of_a_parameter(recipe) if has_copies and are_kept else 0
     accumulated = reduce if is_once and not is_first else 0
     end = gradients + delayed + temporary + copies + of_root * compute + reduced_root * accumulated
     end += max(num_kept - 1, 0) * of_one + sum(sent[:LAYERS_UNDER_WAY])  # of the others in flight, and on the way back
