@@ -40,6 +40,7 @@ from titan_moe.kernels.optim.adamw import Rule, Shard, launch_adamw
 from titan_moe.kernels.optim.adamw_8bit import Shard8, launch_adamw_8bit
 from titan_moe.kernels.optim.moments_8bit import Moment
 from titan_moe.kernels.optim.muon import Decay, Momentum, launch_momentum, launch_step
+from titan_moe.kernels.optim.symmetric import launch_symmetric_product
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.rope.backward import rotary_backward
 from titan_moe.kernels.rope.forward import rotary_forward
@@ -444,6 +445,9 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "muon_momentum": lambda: launch_momentum(single(R, D), single(R, D), half(R, D), muon_rule(True)),
     "muon_momentum_bf16": lambda: launch_momentum(single(R, D), half(R, D), half(R, D), muon_rule(False)),
     "muon_step": lambda: launch_step(single(R, D), half(R, D), 0.7, Decay(single(), single(), 0.1)),
+    "symmetric_product": lambda: launch_symmetric_product(half(2, 768, D), single(2)),
+    "symmetric_product_of_tall": lambda: launch_symmetric_product(half(2, D, 768).mT, single(2)),
+    "polynomial": lambda: launch_symmetric_product(half(2, 768, 768), single(2), half(2, 768, 768), (2.0, -4.8, 3.4)),
     "adamw_fp8": lambda: adamw_8bit(single(R * D)),
     "adamw_fp8_bf16": lambda: adamw_8bit(half(R * D)),
     "plan_tiles": tiles,
