@@ -73,7 +73,7 @@ def launch_symmetric_product(
     if number:
         _symmetric_product_kernel[(blocks * (blocks + 1) // 2, number)](
             x_nRK, out if addend_nRR is None else addend_nRR, scale_n, out, num_rows, num_columns, *x_nRK.stride(),
-            *map(float, factors), HAS_ADDEND=addend_nRR is not None, BLOCK_R=BLOCK_R, BLOCK_K=BLOCK_K, num_warps=8,
-            num_stages=4,
+            *map(float, factors), HAS_ADDEND=addend_nRR is not None, BLOCK_R=BLOCK_R, BLOCK_K=BLOCK_K, num_warps=4,
+            num_stages=3,
         )  # fmt: skip
     return out
