@@ -195,11 +195,12 @@ class DataConfig:
     """Stream rows instead of downloading and tokenising all of them first."""
     stream_lanes: int = 256
     """Divide a stream into this many lanes, whatever the number of ranks: each has a part of the data and is packed by
-    itself, and a rank reads only the lanes of its sequences. A power of two from the number of data-parallel ranks on
-    divides well, such as 256. JSON lines are cut between lines, Parquet between row groups, other and compressed files
-    and those of the source `datasets` between files; there are fewer lanes where parts would be below 1 MiB. A lane
-    that is read to its end begins again. 0: one stream in the order of the data, which every rank reads and tokenises
-    as a whole. A run from before this field had 0, and goes on so."""
+    itself, and a rank reads only the lanes of its sequences. All lanes give equally many sequences, to within one; a
+    lane that two ranks need is read by both, which a multiple of the data-parallel ranks avoids, such as 256. JSON
+    lines are cut between lines, Parquet between row groups, other and compressed files and those of the source
+    `datasets` between files; there are fewer lanes where parts would be below 1 MiB. A lane that is read to its end
+    begins again; the sequences of one without text have no labels. 0: one stream in the order of the data, which every
+    rank reads and tokenises as a whole. A run from before this field had 0, and goes on so."""
     shuffle_buffer_sequences: int = 16
     """Sequences of a lane that are shuffled among each other, with `is_shuffled`. A resume reads so many again."""
     stream_has_worker: bool = True

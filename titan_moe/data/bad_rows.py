@@ -33,6 +33,15 @@ class BadRows:
     def __len__(self) -> int:
         return len(self._found)
 
+    def skip(self, row: object, problem: str) -> None:
+        """Count what is left out whatever the policy; the log names the first ones."""
+        if (self._source, row) in self._found:
+            return
+        self._found.add((self._source, row))
+        if len(self) <= NUM_NAMED:
+            end = "; others are only counted" if len(self) == NUM_NAMED else ""
+            logger.warning("skipped %s%s", problem, end)
+
     def found(self, row: object, problem: str) -> None:
         """Count the bad row of this number or place; the log names the first ones.
 
@@ -40,9 +49,4 @@ class BadRows:
         """
         if not self._is_skipped:
             raise BadRowError(f'{problem}; or set data.bad_rows = "skip"')
-        if (self._source, row) in self._found:
-            return
-        self._found.add((self._source, row))
-        if len(self) <= NUM_NAMED:
-            end = "; others are only counted" if len(self) == NUM_NAMED else ""
-            logger.warning("skipped a bad row: %s%s", problem, end)
+        self.skip(row, f"a bad row: {problem}")

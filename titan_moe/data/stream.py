@@ -21,6 +21,10 @@ class Documents(Protocol):
     def place(self) -> dict[str, Any] | None: ...
 
 
+class NoDocumentsError(ValueError):
+    """A whole pass over documents has none to learn from."""
+
+
 OpenDocuments = Callable[[int, dict[str, Any] | None], Documents]
 """(num_read, place) -> a pass that starts at document `num_read`. The state `place` of that document, from
 `Documents.place`, saves reading the documents before it."""
@@ -121,18 +125,17 @@ class StreamedSamples(Samples):
     def _read(self, epoch: int, documents: Documents) -> np.ndarray:
         """Read the next document that has a token, past the end of an epoch if necessary, and record its start.
 
-        Raises: ValueError if a whole pass has no token.
+        Raises: NoDocumentsError if a whole pass has no token.
         """
         first_epoch = epoch
         while True:
             start, place = (epoch, documents.num_read), documents.place()
             if (text := documents.read()) is None:
                 if epoch > first_epoch:
-                    where = f"after the {self._num_reserved} documents reserved for validation"
-                    way_out = "add data, or lower validation.num_sequences"
-                    if not self._num_reserved:
-                        where, way_out = "in a part that one lane reads", "leave it out, or set data.stream_lanes = 0"
-                    raise ValueError(f"data.path has no document with text {where}; {way_out}")
+                    raise NoDocumentsError(
+                        f"data.path has no document with text after the {self._num_reserved} documents reserved for "
+                        "validation; add data, or lower validation.num_sequences"
+                    )
                 epoch, documents = epoch + 1, self._open_documents(self._num_reserved, None)
                 continue
             (tokens,) = self._tokenizer.encode_documents([text])

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.files_of_rows import write_rows
 
 from titan_moe.config import Recipe
 from titan_moe.data.lanes import cut as cut_module
+from titan_moe.data.lanes.samples import deal
 from titan_moe.data.loader import Loader
+from titan_moe.data.packing import IGNORE_LABEL
 from titan_moe.data.rows import Rows
 from titan_moe.data.tokenizer import ByteTokenizer
 
@@ -70,6 +73,8 @@ def _saved(loaders: list[Loader]) -> dict[str, Any]:
         ("jsonl.gz", 256, 16),
         ("jsonl", 16, 16),
         ("arrow", 2, 8),
+        ("jsonl", 24, 16),
+        ("jsonl", 6, 16),
     ],
 )
 def test_order_is_that_of_one_rank_and_resumes_on_others(
@@ -87,6 +92,57 @@ def test_order_is_that_of_one_rank_and_resumes_on_others(
         assert _saved(resumed) == state, "also before a step"
         assert _together(resumed, 7) == expected[5:]
     assert open_loader(recipe).epoch == 0.0
+
+
+@pytest.mark.parametrize(("num_lanes", "batch"), [(24, 16), (6, 16), (7, 3), (32, 8), (5, 5), (1, 4)])
+def test_each_lane_gives_as_many_as_any_other_and_stays_at_its_sequences(num_lanes: int, batch: int) -> None:
+    counts, lanes = np.zeros(num_lanes, dtype=np.int64), [set[int]() for _ in range(batch)]
+    for step in range(2 * num_lanes):
+        dealt = deal(counts, batch if step else 2)  # a batch of another size before
+        np.add.at(counts, dealt, 1)
+        assert counts.max() - counts.min() <= 1
+        for own, lane in zip(lanes, dealt.tolist() if step else [], strict=False):
+            own.add(lane)
+    assert max(max(own) - min(own) for own in lanes) <= -(-num_lanes // batch) + 1
+
+
+def test_lane_without_text_is_skipped_and_counted(
+    stream: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recipe = stream(lanes=4, sequences=4)
+    rows = [json.dumps({"text": ""})] * 3000
+    (tmp_path / "jsonl" / "900.jsonl").write_text("\n".join(rows))
+    expected, ranks = open_loader(recipe), [open_loader(recipe, rank, 2) for rank in range(2)]
+    for _ in range(3):
+        labels = expected.next_step().labels_MBN
+        assert labels.tolist() == [row for rank in ranks for row in rank.next_step().labels_MBN.tolist()]
+        is_bad = (labels == IGNORE_LABEL).flatten(0, 1).all(1)
+        assert is_bad.tolist() == [False, False, True, True]
+    assert "lane 3 reads: it has nothing to learn from" in caplog.text
+    assert [len(loader.bad_rows) for loader in (expected, *ranks)] == [2, 0, 2]
+    state = _saved(ranks)
+    resumed = open_loader(recipe)
+    resumed.load_state_dict(state)
+    assert _steps(resumed, 2) == _steps(expected, 2)
+    for file in (tmp_path / "jsonl").iterdir():
+        file.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match="data.path has nothing to learn from"):
+        open_loader(recipe, 1, 2).next_step()
+
+
+def test_resumed_stream_knows_its_epoch_before_a_batch(
+    stream: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    before = open_loader(stream(lanes=8, sequences=8))
+    _steps(before, 400)
+    assert (before.epoch or 0) > 1
+    for has_worker in (False, True):
+        after = open_loader(stream(lanes=8, sequences=8, stream_has_worker=has_worker))
+        after.load_state_dict(before.state_dict())
+        assert after.epoch == before.epoch
 
 
 @pytest.mark.parametrize("is_shuffled", [True, False])

@@ -9,7 +9,7 @@ import numpy as np
 from titan_moe.data.chat.whole import WINDOW_SEQUENCES, assign, fill
 from titan_moe.data.sample import Sample
 from titan_moe.data.samples import Samples
-from titan_moe.data.stream import Documents, OpenDocuments
+from titan_moe.data.stream import Documents, NoDocumentsError, OpenDocuments
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class ConversationStream(Samples):
     def _read_window(self) -> None:
         """Read the conversations of the next window, in the next epoch if this one has no more.
 
-        Raises: ValueError if a whole pass has none.
+        Raises: NoDocumentsError if a whole pass has none.
         """
         if not self._read_codes(self._next):
             self._next = self._following
             if not self._read_codes(self._next):
-                raise ValueError(
+                raise NoDocumentsError(
                     f"data.path has no conversation to learn from after the {self._num_reserved} rows reserved for "
                     "validation; add data, or lower validation.num_sequences"
                 )

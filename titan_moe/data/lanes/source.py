@@ -1,6 +1,5 @@
 """Open the stream of a recipe in lanes."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,8 +19,6 @@ from titan_moe.data.row_text import PLACE, Convert, RowTexts
 from titan_moe.data.stream import Documents, OpenDocuments, StreamedSamples
 from titan_moe.data.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 _WINDOW_SEQUENCES = 16
 """Of conversations that are packed together in a lane."""
 
@@ -38,22 +35,15 @@ def open_lanes(recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows, num_rese
     if recipe.data.format == "chat":
         convert = open_encoder(recipe, tokenizer, bad_rows).encode
     parts = _parts(*resolve(recipe.data), convert, num_reserved)
-    batch = recipe.train.global_batch_sequences
-    if len(parts) % batch and batch % len(parts):
-        words = "%d lanes of a stream and %d sequences a step: some lanes are read up to twice as often as others; "
-        logger.warning(
-            words + "a data.stream_lanes that divides them, or is a multiple of them, reads all alike",
-            len(parts),
-            batch,
-        )
     block = recipe.data.shuffle_buffer_sequences if recipe.data.is_shuffled else 1
 
     def open_lane(number: int) -> Lane:
-        documents: OpenDocuments = partial(parts[number], bad_rows.of_source(f"lane {number}"))
+        bad_rows_of_lane = bad_rows.of_source(f"lane {number}")
+        documents: OpenDocuments = partial(parts[number], bad_rows_of_lane)
         part: PackedPart = StreamedSamples(documents, tokenizer, seq_len)
         if convert is not None:
             part = ConversationStream(documents, seq_len, window_sequences=_WINDOW_SEQUENCES)
-        return Lane(part, number, len(parts), recipe.run.seed, block)
+        return Lane(part, number, len(parts), recipe.run.seed, block, seq_len, bad_rows_of_lane)
 
     return LaneSamples(open_lane, len(parts))
 

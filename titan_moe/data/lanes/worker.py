@@ -33,7 +33,7 @@ class WorkerSamples(Samples):
     def __init__(self, recipe: Recipe, num_reserved: int, lanes: LaneSamples, bad_rows: BadRows) -> None:
         """`lanes` are not read here."""
         self._recipe, self._num_reserved, self._lanes, self._bad_rows = recipe, num_reserved, lanes, bad_rows
-        self._state, self._epoch = lanes.state(), 0.0
+        self._state, self._epoch = lanes.state(), lanes.epoch_after(0)
         self._work: tuple[int, range] | None = None
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,7 +73,7 @@ class WorkerSamples(Samples):
     def load_state(self, state: str) -> None:
         self._lanes.load_state(state)
         self.close()
-        self._state = self._lanes.state()
+        self._state, self._epoch = self._lanes.state(), self._lanes.epoch_after(0)
 
     def close(self) -> None:
         """End the process."""
