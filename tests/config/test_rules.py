@@ -539,6 +539,14 @@ BROKEN = {
         '--data.source=mixture --data.mixture_temperature=2 --data.mixture=[{path="a.txt",weight=2}]',
         "data.mixture_temperature = 2 and weights of data.mixture = [{",
     ),
+    "temperature_needs_sizes": (
+        '--data.source=mixture --data.mixture_temperature=2 --data.mixture=[{path="a.jsonl",is_streamed=true}]',
+        "data.mixture_temperature = 2 makes shares of sizes, and a source of data.mixture = [{",
+    ),
+    "streams_of_a_mixture_hold_out_no_share": (
+        '--data.source=mixture --data.holdout_fraction=0.1 --data.mixture=[{path="a.jsonl",is_streamed=true}]',
+        "data.holdout_fraction = 0.1 is of all sources, and one of data.mixture = [{",
+    ),
     "weights_give_shares": (
         '--data.source=mixture --data.mixture=[{path="a.txt",weight=-1}]',
         "data.mixture[0].weight = -1.0 must be finite and at least 0",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.files_of_rows import write_rows
 
+from titan_moe.checkpoint.data_change import with_unread
 from titan_moe.config import Recipe
 from titan_moe.config.mixture import MixtureSource
 from titan_moe.data.cache import Cache
@@ -97,7 +98,10 @@ def test_order_does_not_depend_on_ranks_and_a_resume_on_others_is_exact(
 
 
 def test_other_weights_keep_the_place_of_each_source(
-    make: Callable[..., Recipe], open_loader: Callable[..., Loader], caplog: pytest.LogCaptureFixture
+    make: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     before, after = open_loader(make(WEIGHTS)), open_loader(make({"a": 0, "b": 0.25, "c": 0.75}))
     sequences = _read(before, 5)
@@ -113,7 +117,14 @@ def test_other_weights_keep_the_place_of_each_source(
     again = open_loader(make({"a": 0, "b": 0.25, "c": 0.75}))
     again.load_state_dict(after.state_dict())
     assert (_read(again, 3), caplog.text) == (_read(after, 3), "")
-    assert before.fingerprint() == after.fingerprint(), "weights are no content"
+    assert after.fingerprint().startswith("a: not read; b: 641 tokens")
+    assert with_unread(after.fingerprint(), before.fingerprint()) == before.fingerprint(), "weights are no content"
+    (tmp_path / "a.bin").unlink()
+    gone = open_loader(make({"a": 0, "b": 0.25, "c": 0.75}))
+    gone.load_state_dict(after.state_dict())
+    back = open_loader(make({"a": 0, "b": 1, "c": 1}))
+    back.load_state_dict(gone.state_dict())
+    assert (gone.epochs, back.state_dict()["stream"].count('"taken": 20')) == (after.epochs, 1), "it keeps its place"
 
 
 def test_sources_come_and_go_where_other_data_is_accepted(

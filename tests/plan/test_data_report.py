@@ -90,10 +90,11 @@ def test_data_of_validation_is_listed(tmp_path: Path) -> None:
 
 def test_sources_of_a_mixture_are_listed_with_their_shares(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
-    mixture = (MixtureSource(f"{tmp_path}/a.txt", 3.0), MixtureSource("owner/name"))
+    mixture = (MixtureSource(f"{tmp_path}/a.txt", 3.0), MixtureSource("owner/name"), MixtureSource("none.txt", 0))
     assert _lines({"source": "mixture", "mixture": mixture})[1:] == [
         f"a: share 0.75; text: 1 file of {tmp_path}/a.txt, 1 kB, some 1,001 tokens",
         "name: share 0.25; datasets: owner/name",
+        "none: weight 0, not read",
     ]
-    by_size = _lines({"source": "mixture", "mixture": mixture[1:], "mixture_temperature": 2.0})
+    by_size = _lines({"source": "mixture", "mixture": mixture[1:2], "mixture_temperature": 2.0})
     assert by_size[1] == "name: a share of its tokens to the power of 0.5; datasets: owner/name"

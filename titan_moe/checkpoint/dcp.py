@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_moe.checkpoint import base, storage
-from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
+from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data, with_unread
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, CheckpointFolders
 from titan_moe.checkpoint.hf import check_exportable, load_adapter, load_hf, save_hf
@@ -279,7 +279,8 @@ class Checkpointer:
             + (", if they fit this model" if change.startswith("model.") else "")
             for change in changes.refused
         ]
-        if manifest.data != self._data and not refused:
+        self._data = with_unread(self._data, manifest.data)
+        if with_unread(manifest.data, self._data) != self._data and not refused:
             words = f"the data differs from that of {folder}: it was {manifest.data}, it is {self._data}"
             if reason := reason_to_accept(self.run_folder, manifest.data, self.config.accept_changed_data):
                 logger.warning("%s; accepted: %s", words, reason)

@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from titan_moe.config.data_files import KINDS
 
+NOT_READ = "not read"
+"""The fingerprint of a source of weight 0."""
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -16,8 +18,8 @@ class MixtureSource:
     path: str = ""
     """What `data.path` may be."""
     weight: float = 1.0
-    """Its share of the sequences is this number over the sum of all. With 0 nothing is read from it, and its place is
-    kept."""
+    """Its share of the sequences is this number over the sum of all. With 0 it is not opened, neither for validation,
+    and its place is kept."""
     name: str = ""
     """In logs, in the metric `epoch/NAME`, and for a resume, which finds the place in a source by its name. Empty: the
     last part of the path that is no pattern, without its ending: `code` for `data/code.jsonl` and `data/code/*.txt`."""
@@ -33,6 +35,8 @@ class MixtureSource:
     """`data.split`."""
     text_column: str = ""
     """`data.text_column`."""
+    is_streamed: bool = False
+    """`data.is_streamed`. Then validation needs data of its own."""
 
     @property
     def label(self) -> str:
@@ -41,16 +45,17 @@ class MixtureSource:
         return self.name or (_without_ending(parts[-1]) if parts else "")
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """The fields of `[data]` that differ in it."""
         given = {name: getattr(self, name) for name in ("format", "split", "text_column")}
-        own = {"path": self.path, "source": self.source, "files": self.files, "subset": self.subset}
+        own: dict[str, Any] = {"path": self.path, "source": self.source, "files": self.files, "subset": self.subset}
+        own |= {"is_streamed": self.is_streamed}
         return own | {name: value for name, value in given.items() if value}
 
 
 def of_source(name: str, problem: str) -> str:
     """A problem of `[data]` as one of a source of a mixture."""
-    words = re.sub(r"data\.(path|source|format|files|subset|split|text_column)\b", r"\1", problem)
+    words = re.sub(r"data\.(path|source|format|files|subset|split|text_column|is_streamed)\b", r"\1", problem)
     return f"the source '{name}' of data.mixture: {words}"
 
 

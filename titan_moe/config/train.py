@@ -178,9 +178,9 @@ class DataConfig:
     """Configuration name of a hub name or of the source `datasets`."""
     mixture: tuple[MixtureSource, ...] = ()
     """Source `mixture`: a table `[[data.mixture]]` for each source, with `path` and `weight`. After any number of
-    sequences, each source has given its share of them to within one. A source is read again when all of it is read.
-    The order does not depend on the ranks. A resume may change weights: each source keeps its place. With
-    `checkpoint.accept_changed_data` sources may come and go."""
+    sequences, each source has given its share of them to within one; with streams, after any number of steps. A source
+    is read again when all of it is read. The order does not depend on the ranks. A resume may change weights: each
+    source keeps its place. With `checkpoint.accept_changed_data` sources may come and go."""
     mixture_temperature: float = 0.0
     """Source `mixture`: shares that grow with the tokens of a source, to the power of 1 over this number, without any
     `weight`. With 1 all sources are read equally often, with larger numbers small ones more often: mBERT has 1.43,
@@ -245,6 +245,11 @@ class DataConfig:
         return self.source in ("auto", "datasets") and self.is_streamed
 
     @property
+    def mixes_streams(self) -> bool:
+        """Whether a source of a mixture is streamed."""
+        return self.source == "mixture" and any(data.streams for data in self.by_source().values())
+
+    @property
     def reads_whole_stream(self) -> bool:
         """Whether every rank reads all of a stream."""
         return self.streams and self.stream_lanes == 0
@@ -254,7 +259,7 @@ class DataConfig:
         if self.source != "mixture":
             return {"": self}
         plain = replace(self, mixture=(), mixture_temperature=0.0)
-        return {entry.label: replace(plain, **entry.options) for entry in self.mixture}  # type: ignore[arg-type]
+        return {entry.label: replace(plain, **entry.options) for entry in self.mixture}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class BadRows:
     def of_source(self, name: str) -> "BadRows":
         """Those of one of several sources. All are counted together."""
         of_source = BadRows("skip" if self._is_skipped else "refuse")
-        of_source._found, of_source._source = self._found, name
+        of_source._found, of_source._source = self._found, f"{self._source} {name}".strip()
         return of_source
 
     def count(self, number: int) -> None:

@@ -62,8 +62,27 @@ class _Place:
     """Those since the shares are as they are."""
 
 
+class UnreadSamples(Samples):
+    """A source of weight 0, which is not opened. It keeps its place."""
+
+    def __init__(self) -> None:
+        self._state = ""
+
+    def take(self, first: int, count: int, mine: range) -> list[Sample]:
+        raise AssertionError("a source of weight 0 has no samples")
+
+    def state(self) -> str:
+        return self._state
+
+    def load_state(self, state: str) -> None:
+        self._state = state
+
+
 class MixedSamples(Samples):
     """Samples of several sources, each in an order of its own.
+
+    Beside sources that ranks divide, the samples of a step are in the order of `places`, so that a rank reads few of
+    their parts.
 
     The state has the place in each source, by its name. Other shares count from the sample at which they begin.
     """
@@ -77,34 +96,55 @@ class MixedSamples(Samples):
         self._gone: dict[str, Any] = {}
         self._accepts_changed_data = accepts_changed_data
         self.order = "those of a mixture"
+        self.is_divided = any(source.is_divided for source in sources.values())
 
     @property
     def shares(self) -> dict[str, float]:
         """The share of each source."""
         return {name: share / _WHOLE for name, share in zip(self._sources, self._shares, strict=True)}
 
+    def samples_per_epoch_of(self, name: str) -> int:
+        """Of a source; 0 if unknown."""
+        return self._sources[name].samples_per_epoch
+
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         places = list(self._places.values())
-        counts, taken = [place.counted for place in places], [place.taken for place in places]
-        own: list[list[int]] = [[] for _ in places]
-        order = []
-        for offset in range(count):
-            source = choose(self._shares, counts)
-            if offset in mine:
-                own[source].append(taken[source])
-                order.append(source)
-            counts[source] += 1
-            taken[source] += 1
-        read = [iter(_take(source, numbers)) for source, numbers in zip(self._sources.values(), own, strict=True)]
-        samples = [next(read[source]) for source in order]
-        self._places = {
-            name: _Place(*place) for name, place in zip(self._sources, zip(taken, counts, strict=True), strict=True)
-        }
+        counts, order = [place.counted for place in places], list[int]()
+        for _ in range(count):
+            order.append(choose(self._shares, counts))
+            counts[order[-1]] += 1
+        if self.is_divided:
+            order = self._by_place(order)
+        read = []
+        for number, (source, place) in enumerate(zip(self._sources.values(), places, strict=True)):
+            before, own = (order[:end].count(number) for end in (mine.start, mine.stop))
+            taken = order.count(number)
+            read.append(iter(source.take(place.taken, taken, range(before, own)) if taken else ()))
+        samples = [next(read[number]) for number in order[mine.start : mine.stop]]
+        for number, place in enumerate(places):
+            place.taken, place.counted = place.taken + order.count(number), counts[number]
         return samples
 
+    def _by_place(self, order: list[int]) -> list[int]:
+        """The sources of a step in the order of `places`."""
+        placed = [
+            (place, number)
+            for number, source in enumerate(self._sources.values())
+            if (taken := order.count(number))
+            for place in source.places(taken)
+        ]
+        return [number for _, number in sorted(placed)]
+
     def epochs(self) -> dict[str, float]:
-        """How many times each source is read by the samples so far."""
-        return {name: self._places[name].taken / source.samples_per_epoch for name, source in self._sources.items()}
+        """How many times each source is read by the samples so far, if that is known."""
+        epochs = {name: source.epoch_after(self._places[name].taken) for name, source in self._sources.items()}
+        return {name: epoch for name, epoch in epochs.items() if epoch is not None}
+
+    def merge(self, states: Sequence[str]) -> str:
+        found = [json.loads(state) for state in states]
+        for name, place in found[0][KEY].items():
+            place["state"] = self._sources[name].merge([other[KEY][name]["state"] for other in found])
+        return json.dumps(found[0])
 
     def state(self) -> str:
         sources = {
@@ -130,9 +170,12 @@ class MixedSamples(Samples):
         self._check_names(before, gone)
         for name, source in self._sources.items():
             place = before.get(name) or gone.get(name)
-            if place is not None:
-                self._check_size(name, place["samples_per_epoch"], source.samples_per_epoch)
+            if place is not None and isinstance(source, UnreadSamples):
+                source.samples_per_epoch = place["samples_per_epoch"]
                 source.load_state(place["state"])
+            elif place is not None and place["state"]:
+                source.load_state(place["state"])
+                self._check_size(name, place["samples_per_epoch"], source.samples_per_epoch)
             self._places[name] = _Place(place["taken"], place["counted"]) if place else _Place()
         self._gone = {name: place for name, place in (gone | before).items() if name not in self._sources}
         shares = dict(zip(self._sources, self._shares, strict=True))
@@ -179,8 +222,3 @@ class MixedSamples(Samples):
             for name in dict.fromkeys([*before, *now])
         ]
         logger.warning("the shares of data.mixture change from here on: %s", ", ".join(changes))
-
-
-def _take(source: Samples, numbers: list[int]) -> list[Sample]:
-    """Samples with consecutive numbers."""
-    return source.take(numbers[0], len(numbers), range(len(numbers))) if numbers else []

@@ -31,6 +31,11 @@ class Samples(ABC):
     is_divided: bool = False
     """Whether `state` is that of this rank's part; `merge` makes one of those of all ranks."""
 
+    def places(self, count: int) -> list[float]:
+        """Where in a step the next samples belong, from 0 to 1, ascending: data that ranks divide goes to the ranks
+        that read it."""
+        return [(number + 0.5) / count for number in range(count)]
+
     @abstractmethod
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         """Advance over samples [first, first + count) of the run and return those at the offsets `mine`."""
@@ -81,6 +86,8 @@ class EpochSamples(Samples):
         self.order = f"shuffled by run.seed = {seed}" if is_shuffled else "unshuffled"
 
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
+        if not len(mine):
+            return []
         numbers = np.asarray(mine, dtype=np.int64) + first
         epochs, indices = np.divmod(numbers, self.samples_per_epoch)
         if self._is_shuffled:

@@ -2,16 +2,18 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from titan_moe.config import Recipe
-from titan_moe.config.mixture import of_source
+from titan_moe.config.mixture import NOT_READ, of_source
 from titan_moe.config.schema import Table
 from titan_moe.data import hub
 from titan_moe.data.bad_rows import BadRows
@@ -23,7 +25,7 @@ from titan_moe.data.corpus import Corpus
 from titan_moe.data.documents import open_documents, resolve
 from titan_moe.data.lanes.source import open_lanes
 from titan_moe.data.lanes.worker import WorkerSamples
-from titan_moe.data.mixture import MixedSamples, temper
+from titan_moe.data.mixture import MixedSamples, UnreadSamples, temper
 from titan_moe.data.samples import EpochSamples, IndexedSamples, Samples
 from titan_moe.data.stream import StreamedSamples
 from titan_moe.data.synthetic import SyntheticSamples
@@ -37,11 +39,12 @@ class SourceSize(NamedTuple):
     """How much data a source of a mixture has, and how it is read."""
 
     name: str
-    num_tokens: int
-    """With what is held out."""
+    num_tokens: int | None
+    """With what is held out; None where that is unknown."""
     share: float
     """Of the sequences of a run."""
     samples_per_epoch: int
+    """0 where that is unknown."""
 
 
 MOST_HELD_OUT = 0.5
@@ -98,7 +101,7 @@ def _reads_held_out(recipe: Recipe) -> bool:
 
 
 def _open_epochs(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
-    """Open data of a known size: one source, or several of a mixture."""
+    """Open data of a known size, or a mixture."""
     bad_rows = BadRows(recipe.data.bad_rows)
     opened = _open_each(recipe, tokenizer, cache, bad_rows, recipe.data.holdout_fraction)
     held_out = _chained([held_out for _, _, held_out in opened.values()])
@@ -116,63 +119,111 @@ def _open_epochs(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
             f"data.holdout_fraction = {recipe.data.holdout_fraction} holds out no sequence of "
             f"{recipe.train.seq_len_tokens} tokens; raise data.holdout_fraction, or set sample_tokens = 0"
         )
-    epochs = {
-        name: EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled)
-        for name, (_, training, _) in opened.items()
-    }
-    training, size = _mixed(recipe, opened, epochs)
-    return Source(training, held_out, partial(_fingerprint, opened), bad_rows, size=size)
+    fingerprint = partial(_fingerprint, recipe, opened, tokenizer)
+    if recipe.data.source != "mixture":
+        ((corpus, training, own_held_out),) = opened.values()
+        size = _size_of(corpus, own_held_out.num_tokens)
+        return Source(_in_epochs(recipe, training), held_out, fingerprint, bad_rows, size=size)
+    mixed = _mix(recipe, opened, tokenizer, bad_rows)
+    size = _size_of_mixture(mixed, opened)
+    if not mixed.is_divided or not recipe.data.stream_has_worker:
+        return Source(mixed, held_out, fingerprint, bad_rows, size=size)
+    open_again = partial(open_mixture, cache_folder=cache.folder)
+    return Source(WorkerSamples(recipe, open_again, mixed, bad_rows), held_out, fingerprint, bad_rows, size=size)
+
+
+def open_mixture(recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows, cache_folder: Path) -> MixedSamples:
+    """Open the samples of a mixture whose data is in the cache."""
+    cache = Cache(cache_folder, is_builder=False, barrier=lambda: None)
+    opened = _open_each(recipe, tokenizer, cache, bad_rows, recipe.data.holdout_fraction)
+    return _mix(recipe, opened, tokenizer, bad_rows)
+
+
+def _in_epochs(recipe: Recipe, training: IndexedSamples) -> EpochSamples:
+    return EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled)
 
 
 def _open_each(
     recipe: Recipe, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows, holdout_fraction: float
 ) -> dict[str, Divided]:
-    """Open each source of a mixture, or the only one, whose name is empty.
+    """Open each source of a mixture that is read and no stream, or the only one, whose name is empty.
 
     Raises: ValueError or ImportError naming the source, and the field of it to change.
     """
-    opened = {}
+    unread, opened = _unread(recipe), {}
     for name, data in recipe.data.by_source().items():
-        try:
-            opened[name] = open_divided(
-                replace(recipe, data=data), tokenizer, cache, bad_rows.of_source(name), holdout_fraction
-            )
-        except (ValueError, FileNotFoundError, ImportError) as error:
-            if not name:
-                raise
-            kind = ImportError if isinstance(error, ImportError) else ValueError
-            raise kind(of_source(name, str(error))) from error
+        if name not in unread and not data.streams:
+            with _as_problem_of(name):
+                own = replace(recipe, data=data)
+                opened[name] = open_divided(own, tokenizer, cache, bad_rows.of_source(name), holdout_fraction)
     return opened
+
+
+@contextmanager
+def _as_problem_of(name: str) -> Iterator[None]:
+    """Let errors name the source."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        if not name:
+            raise
+        kind = ImportError if isinstance(error, ImportError) else ValueError
+        raise kind(of_source(name, str(error))) from error
+
+
+def _unread(recipe: Recipe) -> set[str]:
+    """The sources of a mixture that have no share."""
+    return {source.label for source in recipe.data.mixture if source.weight == 0}
 
 
 def _chained(parts: list[IndexedSamples]) -> IndexedSamples:
     return parts[0] if len(parts) == 1 else ChainedSamples(parts)
 
 
-def _mixed(
-    recipe: Recipe, opened: Mapping[str, Divided], epochs: Mapping[str, EpochSamples]
-) -> tuple[Samples, DataSize]:
-    """The training samples of all sources, and how many there are."""
-    data, sizes = recipe.data, [_size_of(corpus, held_out.num_tokens) for corpus, _, held_out in opened.values()]
-    if data.source != "mixture":
-        return next(iter(epochs.values())), sizes[0]
-    num_tokens = [training.num_tokens for _, training, _ in opened.values()]
-    given = [source.weight for source in data.mixture]
-    weights = temper(num_tokens, data.mixture_temperature) if data.mixture_temperature > 0 else given
-    mixed = MixedSamples(epochs, weights, recipe.checkpoint.accept_changed_data)
+def _mix(recipe: Recipe, opened: Mapping[str, Divided], tokenizer: Tokenizer, bad_rows: BadRows) -> MixedSamples:
+    """The training samples of all sources.
+
+    Raises: ValueError or ImportError naming the source, and the field of it to change.
+    """
+    data, unread, sources = recipe.data, _unread(recipe), dict[str, Samples]()
+    for name, own in data.by_source().items():
+        if name in opened:
+            sources[name] = _in_epochs(recipe, opened[name][1])
+        elif name in unread:
+            sources[name] = UnreadSamples()
+        else:
+            with _as_problem_of(name):
+                sources[name] = _open_training(replace(recipe, data=own), tokenizer, bad_rows.of_source(name), 0)
+    weights = [source.weight for source in data.mixture]
+    if data.mixture_temperature > 0:
+        weights = temper([training.num_tokens for _, training, _ in opened.values()], data.mixture_temperature)
+    return MixedSamples(sources, weights, recipe.checkpoint.accept_changed_data)
+
+
+def _size_of_mixture(mixed: MixedSamples, opened: Mapping[str, Divided]) -> DataSize:
+    """Of all sources, where each is of a known size, and of each."""
+    sizes = {name: _size_of(corpus, held_out.num_tokens) for name, (corpus, _, held_out) in opened.items()}
+    read = [name for name, share in mixed.shares.items() if share > 0]
     sources = tuple(
-        SourceSize(name, size.num_tokens or 0, mixed.shares[name], samples.samples_per_epoch)
-        for (name, samples), size in zip(epochs.items(), sizes, strict=True)
+        SourceSize(name, sizes.get(name, DataSize()).num_tokens, share, mixed.samples_per_epoch_of(name))
+        for name, share in mixed.shares.items()
     )
-    columns = [[number for number in column if number is not None] for column in list(zip(*sizes, strict=True))[:4]]
-    sums = [sum(column) if len(column) == len(sizes) else None for column in columns]
-    return mixed, DataSize(sums[0], sums[1], sums[2] or 0, sums[3], sources)
+    columns = list(zip(*(sizes.get(name, DataSize())[:4] for name in read), strict=True))
+    tokens, documents, held_out, held_out_documents = (
+        None if None in column else sum(number or 0 for number in column) for column in columns
+    )
+    return DataSize(tokens, documents, held_out or 0, held_out_documents, sources)
 
 
-def _fingerprint(opened: Mapping[str, Divided]) -> str:
-    """Describe the content of each source; weights do not matter."""
-    found = {name: corpus.fingerprint() for name, (corpus, _, _) in sorted(opened.items())}
-    return "; ".join(f"{name}: {content}" if name else content for name, content in found.items())
+def _fingerprint(recipe: Recipe, opened: Mapping[str, Divided], tokenizer: Tokenizer) -> str:
+    """Describe the content of each source; weights do not matter, but that a source of weight 0 is not opened."""
+    found, unread = {name: corpus.fingerprint() for name, (corpus, _, _) in opened.items()}, _unread(recipe)
+    for name, data in recipe.data.by_source().items():
+        if name in unread:
+            found[name] = NOT_READ
+        elif name not in opened:
+            found[name] = _fingerprint_of_stream(replace(recipe, data=data), tokenizer)
+    return "; ".join(f"{name}: {content}" if name else content for name, content in sorted(found.items()))
 
 
 def _way_to_validate(recipe: Recipe, num_held_out: int, num_tokens: int) -> str:
@@ -207,10 +258,16 @@ def open_for_evaluation(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> S
     if recipe.data.source == "synthetic" or recipe.data.streams:
         without = replace(recipe.validation, path="", sets=Table())
         return open_source(replace(recipe, validation=without), tokenizer, cache)
+    if recipe.data.mixes_streams:
+        raise ValueError(
+            "data.mixture has a source that is streamed, of which nothing is held out; name data to evaluate, "
+            "--data.path=..., or set its is_streamed to false"
+        )
     bad_rows = BadRows(recipe.data.bad_rows)
     opened = _open_each(recipe, tokenizer, cache, bad_rows, 0.0)
     samples = _chained([training for _, training, _ in opened.values()])
-    return Source(EpochSamples(samples, 0, is_shuffled=False), samples, partial(_fingerprint, opened), bad_rows)
+    fingerprint = partial(_fingerprint, recipe, opened, tokenizer)
+    return Source(EpochSamples(samples, 0, is_shuffled=False), samples, fingerprint, bad_rows)
 
 
 def _open_synthetic(recipe: Recipe) -> Source:
@@ -231,15 +288,10 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             "data.is_streamed to false"
         )
 
-    bad_rows, made = BadRows(recipe.data.bad_rows), ""
-    data, found = resolve(recipe.data)
-    open_samples: Callable[..., StreamedSamples | ConversationStream]
-    open_samples = partial(StreamedSamples, partial(open_documents, data, found, bad_rows), tokenizer)
-    if data.format == "chat":
-        open_samples, made = open_conversation_stream(recipe, tokenizer, bad_rows), f"{describe_codes(recipe)}, "
+    bad_rows = BadRows(recipe.data.bad_rows)
     is_held_out_read = _reads_held_out(recipe) and not recipe.validation.has_own_data
     count = recipe.validation.num_sequences if is_held_out_read else 0
-    held_out = open_samples(recipe.train.seq_len_tokens)
+    held_out = _opener(recipe, tokenizer, bad_rows)(recipe.train.seq_len_tokens)
     validation = held_out.take(0, count, range(count))
     if held_out.epoch > 0:
         raise ValueError(
@@ -247,17 +299,41 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             f"data.path = {recipe.data.path!r}, which is streamed; lower validation.num_sequences"
         )
     num_reserved = held_out.num_documents_touched if count else 0
-    training: Samples = open_samples(recipe.train.seq_len_tokens, num_reserved)
-    if data.stream_lanes > 0:
-        training = open_lanes(recipe, tokenizer, bad_rows, num_reserved)
-        fewer = "" if training.num_lanes == data.stream_lanes else "; ranks beyond them read the same ones"
-        logger.info("data.stream_lanes = %d: the stream has %d%s", data.stream_lanes, training.num_lanes, fewer)
-        if data.stream_has_worker:
-            training = WorkerSamples(recipe, num_reserved, training, bad_rows)
+    training = _open_training(recipe, tokenizer, bad_rows, num_reserved)
+    if training.is_divided and recipe.data.stream_has_worker:
+        training = WorkerSamples(recipe, partial(open_lanes, num_reserved=num_reserved), training, bad_rows)
 
     def fingerprint() -> str:
-        held_out = f"the first {num_reserved} documents held out"
-        return f"{hub.fingerprint(data, found.files)}, tokenizer {tokenizer.fingerprint}, {made}{held_out}"
+        return f"{_fingerprint_of_stream(recipe, tokenizer)}the first {num_reserved} documents held out"
 
     held_out_tokens = count * recipe.train.seq_len_tokens
     return Source(training, validation, fingerprint, bad_rows, size=DataSize(None, None, held_out_tokens, num_reserved))
+
+
+def _opener(
+    recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows
+) -> Callable[..., StreamedSamples | ConversationStream]:
+    """Opens a stream that is read as a whole: of `(seq_len_tokens)` for validation, of `(seq_len_tokens, num_reserved)`
+    for training."""
+    if recipe.data.format == "chat":
+        return open_conversation_stream(recipe, tokenizer, bad_rows)
+    return partial(StreamedSamples, partial(open_documents, *resolve(recipe.data), bad_rows), tokenizer)
+
+
+def _open_training(recipe: Recipe, tokenizer: Tokenizer, bad_rows: BadRows, num_reserved: int) -> Samples:
+    """Open a stream for training, in lanes if the recipe has any."""
+    data = recipe.data
+    if data.stream_lanes == 0:
+        return _opener(recipe, tokenizer, bad_rows)(recipe.train.seq_len_tokens, num_reserved)
+    training = open_lanes(recipe, tokenizer, bad_rows, num_reserved)
+    fewer = "" if training.num_lanes == data.stream_lanes else "; ranks beyond them read the same ones"
+    words = "data.stream_lanes = %d: the stream %s has %d%s"
+    logger.info(words, data.stream_lanes, data.files or data.path, training.num_lanes, fewer)
+    return training
+
+
+def _fingerprint_of_stream(recipe: Recipe, tokenizer: Tokenizer) -> str:
+    """Describe the content of a stream and what makes tokens of it."""
+    data, found = resolve(recipe.data)
+    made = f"{describe_codes(recipe)}, " if data.format == "chat" else ""
+    return f"{hub.fingerprint(data, found.files)}, tokenizer {tokenizer.fingerprint}, {made}"

@@ -50,7 +50,9 @@ def _mixture(recipe: Recipe) -> Iterator[str]:
         share = f"share {source.weight / total:.4g}" if total else "no share"
         if recipe.data.mixture_temperature > 0:
             share = f"a share of its tokens to the power of {1 / recipe.data.mixture_temperature:.3g}"
-        if name:
+        if name and source.weight == 0:
+            yield f"{name}: weight 0, not read"
+        elif name:
             yield f"{name}: {share}; {_source(replace(recipe, data=data))}"
 
 

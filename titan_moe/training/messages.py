@@ -59,9 +59,14 @@ def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: Mod
     active = f" ({num_tokens / counts.active:.3g} an active one)" if counts.active else ""
     logger.info("data: %s", "; ".join([*parts, run + a_parameter + active]))
     for source in size.sources:
-        num_epochs = train.steps * train.global_batch_sequences * source.share / source.samples_per_epoch
-        words = "  %s: %s tokens, share %.4g, %.3g epochs of this run"
-        logger.info(words, source.name, f"{source.num_tokens:,}", source.share, num_epochs)
+        facts = "streamed" if source.num_tokens is None else f"{source.num_tokens:,} tokens"
+        if source.share == 0:
+            facts = "not read"
+        num_samples = train.steps * train.global_batch_sequences * source.share
+        epochs = (
+            f", {num_samples / source.samples_per_epoch:.3g} epochs of this run" if source.samples_per_epoch else ""
+        )
+        logger.info("  %s: %s, share %.4g%s", source.name, facts, source.share, epochs)
 
 
 def _documents(number: int | None) -> str:

@@ -36,6 +36,21 @@ temperature_replaces_weights = row(
     hint="no `weight` in [[data.mixture]]",
 )
 
+temperature_needs_sizes = row(
+    "the size of a stream is unknown",
+    lambda r: r.data.mixture_temperature > 0 and r.data.mixes_streams,
+    "{data.mixture_temperature} makes shares of sizes, and a source of {data.mixture} is streamed",
+    "data.mixture_temperature",
+    hint="a `weight` for each source",
+)
+streams_of_a_mixture_hold_out_no_share = row(
+    "the length of a stream is unknown, so no fraction of it can be held out",
+    lambda r: r.data.mixes_streams and r.data.holdout_fraction > 0,
+    "{data.holdout_fraction} is of all sources, and one of {data.mixture} is streamed",
+    "data.holdout_fraction",
+    hint="data.holdout_fraction = 0 with validation.path, data of its own",
+)
+
 
 @rule("a share is a weight over the sum of all", "data.mixture")
 def weights_give_shares(recipe: Recipe, world_size: int) -> Iterator[str]:

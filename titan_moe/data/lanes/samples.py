@@ -50,6 +50,11 @@ class LaneSamples(Samples):
         self._check_documents()
         return own
 
+    def places(self, count: int) -> list[float]:
+        """Where in the data the next samples are, from 0 to 1, ascending."""
+        places: list[float] = ((deal(self._counts, count) + 0.5) / self.num_lanes).tolist()
+        return places
+
     def _check_documents(self) -> None:
         """Raises: ValueError if no lane has anything to learn from."""
         if self._has_documents or any(lane.has_documents() for lane in self._lanes.values()):

@@ -10,30 +10,32 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from titan_moe.config import Recipe
 from titan_moe.data.bad_rows import BadRows
-from titan_moe.data.lanes.samples import LaneSamples
-from titan_moe.data.lanes.source import open_lanes
 from titan_moe.data.sample import Sample
 from titan_moe.data.samples import Samples
-from titan_moe.data.tokenizer import build_tokenizer
+from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
 
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 """Signals to all processes of a job, after which the rank still saves; it ends its worker itself."""
 
 
+OpenSamples = Callable[[Recipe, Tokenizer, BadRows], Samples]
+
+
 class WorkerSamples(Samples):
-    """The samples of `LaneSamples`, read by a worker process from the first `take` on."""
+    """Samples of streams that ranks divide, read by a worker process from the first `take` on."""
 
     is_divided = True
 
-    def __init__(self, recipe: Recipe, num_reserved: int, lanes: LaneSamples, bad_rows: BadRows) -> None:
-        """`lanes` are not read here."""
-        self._recipe, self._num_reserved, self._lanes, self._bad_rows = recipe, num_reserved, lanes, bad_rows
-        self._state, self._epoch = lanes.state(), lanes.epoch_after(0)
+    def __init__(self, recipe: Recipe, open_: OpenSamples, samples: Samples, bad_rows: BadRows) -> None:
+        """The process calls `open_`, which can be pickled; `samples`, the same, are not read here."""
+        self._recipe, self._open, self._samples, self._bad_rows = recipe, open_, samples, bad_rows
+        self._note_position()
         self._work: tuple[int, range] | None = None
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -41,6 +43,9 @@ class WorkerSamples(Samples):
 
     def epoch_after(self, num_samples: int) -> float | None:
         return self._epoch
+
+    def epochs(self) -> dict[str, float]:
+        return self._epochs
 
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         if self._work != (count, mine) or self._connection is None:
@@ -60,7 +65,7 @@ class WorkerSamples(Samples):
         if isinstance(found, BaseException):
             self._work = None
             raise found
-        self._state, self._epoch, bad_rows = facts
+        self._state, self._epoch, self._epochs, bad_rows = facts
         self._bad_rows.count(bad_rows)
         return [Sample(*sample) for sample in found]
 
@@ -68,12 +73,15 @@ class WorkerSamples(Samples):
         return self._state
 
     def merge(self, states: Any) -> str:
-        return self._lanes.merge(states)
+        return self._samples.merge(states)
 
     def load_state(self, state: str) -> None:
-        self._lanes.load_state(state)
+        self._samples.load_state(state)
         self.close()
-        self._state, self._epoch = self._lanes.state(), self._lanes.epoch_after(0)
+        self._note_position()
+
+    def _note_position(self) -> None:
+        self._state, self._epoch, self._epochs = _position(self._samples)
 
     def close(self) -> None:
         """End the process."""
@@ -90,7 +98,7 @@ class WorkerSamples(Samples):
         connection = Connection(own.detach())
         self._connection, self._process, self._work = connection, process, (count, mine)
         self._end = weakref.finalize(self, _end, connection, process)
-        connection.send((self._recipe, self._num_reserved, self._state, count, mine))
+        connection.send((self._recipe, self._open, self._state, count, mine))
 
 
 def _end(connection: Connection, process: "subprocess.Popen[bytes]") -> None:
@@ -101,22 +109,26 @@ def _end(connection: Connection, process: "subprocess.Popen[bytes]") -> None:
 
 def _work(connection: Connection) -> None:
     """Send the batches of all steps, one after the other. A send waits until the rank has read the one before."""
-    recipe, num_reserved, state, count, mine = connection.recv()
+    recipe, open_, state, count, mine = connection.recv()
     data = recipe.data
     try:
         tokenizer = build_tokenizer(
             data.tokenizer, data.source, recipe.model.vocab_size, split_special_tokens=data.split_special_tokens
         )
         bad_rows = BadRows(data.bad_rows)
-        lanes = open_lanes(recipe, tokenizer, bad_rows, num_reserved)
-        lanes.load_state(state)
+        samples = open_(recipe, tokenizer, bad_rows)
+        samples.load_state(state)
         while True:
-            samples = lanes.take(0, count, mine)
-            connection.send(([tuple(sample) for sample in samples], lanes.state(), lanes.epoch_after(0), len(bad_rows)))
+            taken = samples.take(0, count, mine)
+            connection.send(([tuple(sample) for sample in taken], *_position(samples), len(bad_rows)))
     except (BrokenPipeError, ConnectionResetError):
         return  # the rank has ended, or reads something else
     except Exception as error:
         connection.send((_plain(error),))
+
+
+def _position(samples: Samples) -> tuple[str, float | None, dict[str, float]]:
+    return samples.state(), samples.epoch_after(0), samples.epochs()
 
 
 def _plain(error: Exception) -> Exception:
