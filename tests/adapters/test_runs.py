@@ -76,12 +76,29 @@ def test_a_checkpoint_may_lack_the_base(tiny, tmp_path: Path, capfd: pytest.Capt
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, complete[name]), name
     folder = str(light.folder / "checkpoints" / "step-4")
+    capfd.readouterr()
     assert cli.main(["export", folder, str(tmp_path / "merged")]) == 2
-    assert cli.main(["generate", folder, "5 7"]) != 0
+    assert cli.main(["average", folder, folder, str(tmp_path / "mean")]) == 2
+    origin, told = str(base.folder / "checkpoints" / "step-1"), capfd.readouterr().err
+    assert (
+        told.count(
+            f"it has no frozen weights (checkpoint.saves_frozen = false): they are those of its base, check"
+            f"point.load_from = '{origin}'"
+        )
+        == 3
+        and "--adapter writes the adapter alone" in told
+    )
+    for each in (folder, str(whole.folder)):
+        assert cli.main(["evaluate", each, "--run.device=cpu", "--data.source=synthetic"]) == 0
+    light_loss, whole_loss = (line for line in capfd.readouterr().out.splitlines() if line.startswith("data"))
+    assert light_loss == whole_loss, "the base is read beside it"
     other = tmp_path / "other"
     shutil.copytree(base.folder / "checkpoints" / "step-1", other)
     assert part.again(f"--checkpoint.load_from={other}", "--train.steps=5") == 0
     weights = next(other.glob("*.distcp"))
     weights.write_bytes(bytes([255 - weights.read_bytes()[0]]) + weights.read_bytes()[1:])
     assert part.again(f"--checkpoint.load_from={other}", "--train.steps=6") == 2
-    assert "which has its frozen weights, was 1 files" in capfd.readouterr().err
+    assert cli.main(["evaluate", str(part.folder), "--run.device=cpu", "--data.source=synthetic"]) == 2
+    told = capfd.readouterr().err
+    assert "which has its frozen weights, was 1 files" in told
+    assert f"its base, checkpoint.load_from = '{other}', which was 1 files" in told

@@ -48,3 +48,15 @@ def test_the_family_is_that_of_the_checkpoint_that_the_run_begins_with(tmp_path:
         assert f"biases that {family} has no place for" in problem
     absent = CheckpointConfig(load_from=f"hf:{tmp_path}/absent", export_hf_at_end=True)
     assert not list(export_problems(Recipe(model=model, checkpoint=absent)))
+
+
+def test_an_adapter_that_has_no_files_is_refused_before_the_run() -> None:
+    words = ["--checkpoint.export_adapter_at_end=true", "--model.adapter.rank=16"]
+    experts, attention = ['--model.adapter.targets=["experts"]'], ['--model.adapter.targets=["attention"]']
+    said = problems_of("gpt_oss_20b.toml", [*words, *experts])
+    assert "export_adapter_at_end = true cannot be done: adapters of its experts (mlp.experts.gate_up_proj" in said
+    check(RECIPES / "gpt_oss_20b.toml", [*words, *attention])
+    check(RECIPES / "qwen3_30b_a3b_lora.toml", words[:1])
+    assert "export_adapter_at_end = true cannot be done: no family of Hugging Face computes" in problems_of(
+        "qwen3_30b_a3b.toml", [*words, *attention, "--model.embedding_multiplier=2.0"]
+    )

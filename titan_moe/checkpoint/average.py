@@ -8,6 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titan_moe.checkpoint import hf_export, storage
+from titan_moe.checkpoint.base import lacks
 from titan_moe.checkpoint.find import saved_fields
 from titan_moe.checkpoint.hf_convert import planned
 from titan_moe.checkpoint.hf_names.names import Shape
@@ -56,6 +57,8 @@ def _problems(folder: Path, shapes: Mapping[str, Shape]) -> list[str]:
         manifest, (saved, unread) = read_manifest(folder), saved_shapes(folder)
     except ValueError as error:
         return [f"{folder} is damaged: {error}"]
+    if manifest is not None and (words := lacks(manifest.recipe)):
+        return [f"{folder}: {words}, and a mean is of whole weights"]
     damage = find_damage(folder, manifest.files.items()) if manifest is not None else []
     if unread or damage:
         return [f"{folder} is damaged: {problem}" for problem in [unread, *damage] if problem]

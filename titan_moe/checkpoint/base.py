@@ -2,12 +2,32 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from titan_moe.checkpoint.find import HUGGING_FACE
 
 ENDINGS = (".safetensors", ".distcp")
 SAMPLE_BYTES = 1 << 20
 NUM_SAMPLES = 3
 """Of a file: its start, its middle and its end."""
+
+
+def path_of(load_from: str) -> Path:
+    """The folder of a `checkpoint.load_from`."""
+    return Path(load_from.removeprefix(HUGGING_FACE)).expanduser()
+
+
+def lacks(recipe: Mapping[str, Any]) -> str:
+    """Say that a checkpoint with this recipe lacks the weights of its base; empty if it does not."""
+    if recipe.get("checkpoint.saves_frozen", True):
+        return ""
+    origin = recipe.get("checkpoint.load_from", "")
+    return (
+        "it has no frozen weights (checkpoint.saves_frozen = false): they are those of its base, "
+        f"checkpoint.load_from = {origin!r}"
+    )
 
 
 def fingerprint(folder: Path) -> str:

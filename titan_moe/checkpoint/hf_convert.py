@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from titan_moe.checkpoint import hf_export, storage
+from titan_moe.checkpoint.base import lacks
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.checkpoint.hf import (
@@ -284,6 +285,10 @@ def _export(
         saved, manifest = reader.metadata.state_dict_metadata, read_manifest(checkpoint)
     except ValueError as error:
         raise HuggingFaceError(checkpoint, [str(error)]) from error
+    if manifest is not None and (words := lacks(manifest.recipe)):
+        alone = "; --adapter writes the adapter alone" if factors else ""
+        at_end = "a run with checkpoint.export_hf_at_end = true writes whole weights at its end"
+        raise HuggingFaceError(checkpoint, [f"{words}, and an export reads one checkpoint{alone}; {at_end}"])
     problems, all_shapes = list(_differences(saved, shapes)), shapes
     shapes = _without(factors, all_shapes)
     if manifest is not None:

@@ -9,7 +9,7 @@ from titan_moe.checkpoint.folders import SOURCE_FOLDER
 from titan_moe.checkpoint.hf_folder import CONFIG_FILE, HuggingFaceError, read_config
 from titan_moe.checkpoint.hf_names.families import family_for, family_of
 from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
-from titan_moe.checkpoint.hf_names.names import NotOnDisk
+from titan_moe.checkpoint.hf_names.names import Fused, NotOnDisk
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig
 
@@ -45,8 +45,10 @@ def moved_bias(model: ModelConfig, family: Family) -> str:
 
 
 def export_problems(recipe: Recipe) -> Iterator[str]:
-    """Why `checkpoint.export_hf_at_end` cannot be done, as far as recipe and config.json say it."""
-    if not recipe.checkpoint.export_hf_at_end or recipe.model.class_ != ModelConfig.class_:
+    """Why `checkpoint.export_hf_at_end` or `export_adapter_at_end` cannot be done, as far as recipe and config.json say
+    it."""
+    wanted = recipe.checkpoint
+    if not (wanted.export_hf_at_end or wanted.export_adapter_at_end) or recipe.model.class_ != ModelConfig.class_:
         return
     load_from = recipe.checkpoint.load_from
     is_of_hf = load_from.startswith(HUGGING_FACE)
@@ -55,16 +57,37 @@ def export_problems(recipe: Recipe) -> Iterator[str]:
     source = next((folder for folder in places[: 3 if load_from else 1] if (folder / CONFIG_FILE).is_file()), None)
     if is_of_hf and source is None:
         return  # the load says it
+    problem = of_adapter = ""
     try:
-        problem = moved_bias(recipe.model, described(recipe.model, source)[0])
+        family = described(recipe.model, source)[0]
+        problem, of_adapter = moved_bias(recipe.model, family), nameless_experts(recipe.model, family)
     except HuggingFaceError:
         return  # config.json cannot be read: the load says it
     except ValueError as error:
-        problem = str(error)
-    if problem:
+        problem = of_adapter = str(error)
+    if problem and wanted.export_hf_at_end:
         yield cannot_export(problem)
+    if of_adapter and wanted.export_adapter_at_end:
+        yield cannot_export(of_adapter, "export_adapter_at_end")
 
 
-def cannot_export(problem: str) -> str:
+def nameless_experts(model: ModelConfig, family: Family) -> str:
+    """Why adapters of experts cannot be PEFT's files; empty if they can, or there are none."""
+    if not (model.adapter.has("experts") and model.num_moe_layers):
+        return ""
+    for name in ("gate_up", "down"):
+        row = family.names(model)[f"feed_forward.experts.{name}"]
+        if isinstance(row, Fused):
+            return without_form(row.name)
+    return ""
+
+
+def without_form(name: str) -> str:
+    """Say that the experts of this name in transformers have no adapter that PEFT reads."""
+    way_out = "leave experts out of model.adapter.targets, or export merged weights"
+    return f"adapters of its experts ({name}) have no form that PEFT reads; {way_out}"
+
+
+def cannot_export(problem: str, key: str = "export_hf_at_end") -> str:
     """In words."""
-    return f"checkpoint.export_hf_at_end = true cannot be done: {problem}; else set checkpoint.export_hf_at_end = false"
+    return f"checkpoint.{key} = true cannot be done: {problem}; else set checkpoint.{key} = false"

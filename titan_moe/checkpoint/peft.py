@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_moe.checkpoint.hf_describe import without_form
 from titan_moe.checkpoint.hf_export import refuse_existing, renamed_at_the_end
 from titan_moe.checkpoint.hf_folder import HuggingFaceError, named
 from titan_moe.checkpoint.hf_names.names import Piece, split_name
@@ -111,10 +112,7 @@ def _container(folder: Path, piece: Piece) -> str:
     """
     match = re.fullmatch(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight", piece.name)
     if match is None:
-        reason = f"adapters of its experts ({piece.name}) have no form that PEFT reads"
-        raise HuggingFaceError(
-            folder, [f"{reason}; leave experts out of model.adapter.targets, or export merged weights"]
-        )
+        raise HuggingFaceError(folder, [without_form(piece.name)])
     return match[1]
 
 

@@ -8,9 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_moe.checkpoint import storage
+from titan_moe.checkpoint import base, storage
+from titan_moe.checkpoint.find import HUGGING_FACE
+from titan_moe.checkpoint.hf import load_hf
 from titan_moe.checkpoint.manifest import MANIFEST_FILE, Manifest, find_damage, read_manifest
 from titan_moe.checkpoint.masters import MasterState
+from titan_moe.checkpoint.merged import factor_names
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.weights import differences, newly_tied, saved_shapes, shapes_over_ranks
 from titan_moe.parameters import fused_rows
@@ -24,13 +27,41 @@ class CheckpointMismatch(RuntimeError):
 
 
 def load_weights(parts: Sequence[nn.Module], folder: Path, group: dist.ProcessGroup) -> None:
-    """Load the weights of a checkpoint into a model, or into this rank's stages of one. Collective.
+    """Load the weights of a checkpoint into a model, or into this rank's stages of one; frozen weights that it lacks
+    are those of its base. Collective.
 
-    Raises: CheckpointMismatch if it is damaged, or of another model.
+    Raises: CheckpointMismatch if it is damaged, or of another model, or lacks its base; HuggingFaceError if that is a
+    base of Hugging Face that does not fit.
     """
-    verified(folder, "restore it from a copy, or take another one", group)
-    parts = [part for part in parts if part.state_dict()]  # a stage may be empty
+    manifest = verified(folder, "restore it from a copy, or take another one", group)
+    whole = [part for part in parts if part.state_dict()]  # a stage may be empty
+    if manifest is None or not base.lacks(manifest.recipe):
+        return _load(whole, folder, group, frozenset())
+    _check_base(folder, manifest, group)
+    origin = str(manifest.recipe["checkpoint.load_from"])
+    if origin.startswith(HUGGING_FACE):
+        load_hf(list(parts), base.path_of(origin), manifest.recipe.get("checkpoint.load_without", ()))
+    else:
+        verified(base.path_of(origin), "restore it from a copy", group)
+        _load(whole, base.path_of(origin), group, frozenset(factor_names(whole)))
+    has = run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), group)
+    _load(whole, folder, group, frozenset(MasterState(whole).whole().keys() - has))
+
+
+def _check_base(folder: Path, manifest: Manifest, group: dist.ProcessGroup) -> None:
+    """Raises: CheckpointMismatch if the base of a checkpoint is not where it was, or has changed. Collective."""
+    path = base.path_of(str(manifest.recipe["checkpoint.load_from"]))
+    found = run_on_rank_zero(lambda: base.fingerprint(path) if path.is_dir() else "", group)
+    if found and (found == manifest.base or not manifest.base):
+        return
+    problem = f"which was {manifest.base} and is {found}" if found else "which is not here"
+    raise CheckpointMismatch(f"checkpoint {folder}: {base.lacks(manifest.recipe)}, {problem}; restore it there")
+
+
+def _load(parts: Sequence[nn.Module], folder: Path, group: dist.ProcessGroup, left_out: frozenset[str]) -> None:
+    """Load all weights but those that are left out, unless the checkpoint has them."""
     weights, rows = MasterState(parts), {name: sizes for part in parts for name, sizes in fused_rows(part).items()}
+    weights.left_out = left_out - run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), group)
     state = weights.state_dict()
 
     def read() -> None:
