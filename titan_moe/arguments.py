@@ -85,6 +85,8 @@ def _add_uses(verbs: Any, nproc: str) -> None:
     verb.add_argument("prompt", nargs="?", help="a text to continue")
     of_file = "a file with a prompt a line, or of JSON lines with a field `prompt`; the answers are JSON lines"
     verb.add_argument("--prompts", metavar="FILE", help=of_file)
+    of_chat = "the prompt is what a user says, or each line of FILE a conversation with `messages`; a .json file is one"
+    verb.add_argument("--chat", action="store_true", help=f"answer, with the tokenizer's chat template: {of_chat}")
     numbers = {
         "max-tokens": (int, 128, "tokens to add at most"),
         "temperature": (float, 0.0, "0 takes the likeliest token; others draw"),

@@ -214,7 +214,8 @@ def _use(args: argparse.Namespace, overrides: list[str], argv: Sequence[str]) ->
     """Generate or evaluate, in this process or on ranks started by torchrun."""
     world_size = _world_size(args.nproc)
     if args.verb == "generate":
-        prompts, recipe = read_prompts(args.prompt, args.prompts), recipe_of_use(args.source, overrides, world_size)
+        prompts = read_prompts(args.prompt, args.prompts, is_chat=args.chat)
+        recipe = recipe_of_use(args.source, overrides, world_size)
         options: dict[str, Any] = {
             key: getattr(args, key) for key in ("max_tokens", "temperature", "top_p", "seed", "batch_size")
         }

@@ -12,6 +12,7 @@ from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refu
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, smallest_world
 from titan_moe.config.parse import blame
+from titan_moe.data.chat.records import ANSWERING, Conversation, RecordError, read_conversation
 from titan_moe.plan.check_report import describe
 
 
@@ -173,15 +174,17 @@ def recipes_of_evaluation(
     return [(name, _for_use(recipe, num_ranks)) for name, recipe in recipes], False
 
 
-def read_prompts(prompt: str | None, file: str | None) -> list[str]:
-    """One prompt, or those of a file: a line each, or JSON lines with a field `prompt`.
+def read_prompts(prompt: str | None, file: str | None, *, is_chat: bool = False) -> list[str] | list[Conversation]:
+    """One prompt, or those of a file: a line each, or JSON lines with a field `prompt`. Of a chat, conversations.
 
     Raises: RecipeError if there is none, or a line cannot be read.
     """
     if (prompt is None) == (file is None):
         raise RecipeError(["generate needs one of a prompt and --prompts FILE"])
     if file is None:
-        return [prompt or ""]
+        return [Conversation([{"role": "user", "content": prompt}])] if is_chat else [prompt or ""]
+    if is_chat:
+        return _read_chats(Path(file).expanduser())
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if line.strip()]
@@ -191,6 +194,37 @@ def read_prompts(prompt: str | None, file: str | None) -> list[str]:
     if not prompts or not all(isinstance(text, str) for text in prompts):
         raise RecipeError([f"--prompts {file} has no prompts, or one that is no text"])
     return prompts
+
+
+def _read_chats(file: Path) -> list[Conversation]:
+    """The conversations of JSON lines, or the one of a `.json` file, which may be a list of messages. What a user says
+    may be a `prompt`. An answer at the end is left out.
+
+    Raises: RecipeError for what is none.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        is_one = file.suffix == ".json"
+        rows = [json.loads(text)] if is_one else [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise RecipeError([f"--prompts {file} cannot be read: {type(error).__name__}: {error}"]) from error
+    chats = []
+    for number, row in enumerate(rows, 1):
+        row = {"messages": row} if isinstance(row, list) else row
+        if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row.get("completion") is None:
+            row = {**row, "completion": ""}
+        try:
+            chat = read_conversation(row)
+        except RecordError as error:
+            where = f"{file}" if is_one else f"line {number} of {file}"
+            raise RecipeError([f"--prompts: {where} {error}"]) from error
+        messages = chat.messages[: -1 if chat.messages[-1]["role"] == ANSWERING else None]
+        if not messages:
+            raise RecipeError([f"--prompts: {file} has a conversation with nothing to answer"])
+        chats.append(chat._replace(messages=messages))
+    if not chats:
+        raise RecipeError([f"--prompts {file} has no conversations"])
+    return chats
 
 
 def check_sampling(max_tokens: int, temperature: float, top_p: float, batch_size: int, **_: Any) -> None:
@@ -208,10 +242,12 @@ def check_sampling(max_tokens: int, temperature: float, top_p: float, batch_size
         raise RecipeError(problems)
 
 
-def generate(recipe: Recipe, prompts: Sequence[str], *, as_json: bool, **sampling: Any) -> list[str]:
+def generate(
+    recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], *, as_json: bool, **sampling: Any
+) -> list[str]:
     """Continue prompts with the model of `recipe_of_use`. Collective.
 
-    Returns: on the first rank, texts with what follows them, or lines of JSON.
+    Returns: on the first rank, texts with what follows them, answers to conversations, or lines of JSON.
     """
     from titan_moe.training import use
 
@@ -219,9 +255,10 @@ def generate(recipe: Recipe, prompts: Sequence[str], *, as_json: bool, **samplin
     texts = use.generate(recipe, prompts, use.Sampling(end_tokens=end_tokens(found), **sampling))
     if not use.is_first_rank():
         return []
-    return [
-        json.dumps(text._asdict(), ensure_ascii=False) if as_json else text.prompt + text.completion for text in texts
-    ]
+    if as_json:
+        return [json.dumps(text._asdict(), ensure_ascii=False) for text in texts]
+    before = [text.prompt if isinstance(prompt, str) else "" for prompt, text in zip(prompts, texts, strict=True)]
+    return [prompt + text.completion for prompt, text in zip(before, texts, strict=True)]
 
 
 def evaluate(sources: Sequence[tuple[str, Recipe]], *, held_out: bool, all_sequences: bool) -> list[str]:

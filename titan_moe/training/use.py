@@ -20,6 +20,7 @@ from titan_moe.config import Recipe, RecipeError, refusals
 from titan_moe.config.context import sequence_shard
 from titan_moe.config.gemms import multiple_of
 from titan_moe.config.model import ModelConfig
+from titan_moe.data.chat.records import Conversation
 from titan_moe.data.loader import Loader, build_loader
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.data.sources import open_for_evaluation, open_source
@@ -33,6 +34,7 @@ from titan_moe.plan.resolved import Resolved
 from titan_moe.run.device import is_first_of_node
 from titan_moe.run.process import process_group
 from titan_moe.training.build import build_on_meta, build_parts
+from titan_moe.training.chat_prompts import render
 from titan_moe.training.evaluate import evaluating, summed_loss
 
 
@@ -98,20 +100,22 @@ class Text(NamedTuple):
     """Whether an end token follows it."""
 
 
-def generate(recipe: Recipe, prompts: Sequence[str], sampling: Sampling) -> list[Text]:
-    """Continue prompts, on all ranks alike. Collective.
+def generate(recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], sampling: Sampling) -> list[Text]:
+    """Continue texts, or answer conversations, on all ranks alike. Collective.
 
     Raises: RecipeError or HuggingFaceError if the model cannot be loaded, or a prompt has no token.
     """
     tokenizer = _tokenizer(recipe)
-    ids = [_encoded(prompt, tokenizer) for prompt in prompts]
+    chats = render(recipe, tokenizer, [prompt for prompt in prompts if not isinstance(prompt, str)])
+    texts_before = chats.texts or [str(prompt) for prompt in prompts]
+    ids = chats.ids or [_encoded(prompt, tokenizer) for prompt in texts_before]
     starts, texts = range(0, len(ids), sampling.batch_size), []
     batches = [range(start, min(start + sampling.batch_size, len(ids))) for start in starts]
     with loaded(_with_room(recipe, ids, sampling)) as use:
         if not hasattr(use.model, "generate"):
             raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`'])
         generator = torch.Generator(use.device).manual_seed(sampling.seed)
-        ends = {*sampling.end_tokens} | ({tokenizer.end_of_document} - {None})
+        ends = {*sampling.end_tokens} | chats.end_tokens | ({tokenizer.end_of_document} - {None})
         for batch in batches:
             lengths_B = torch.tensor([len(ids[i]) for i in batch], device=use.device)
             longest = int(lengths_B.max())
@@ -122,7 +126,7 @@ def generate(recipe: Recipe, prompts: Sequence[str], sampling: Sampling) -> list
             for i, row in zip(batch, continued_BN.tolist(), strict=True):
                 added = row[len(ids[i]) : len(ids[i]) + sampling.max_tokens]
                 stop = next((place for place, token in enumerate(added) if token in ends), len(added))
-                texts.append(Text(prompts[i], tokenizer.decode(added[:stop]), stop, stop < len(added)))
+                texts.append(Text(texts_before[i], tokenizer.decode(added[:stop]), stop, stop < len(added)))
     return texts
 
 
