@@ -29,11 +29,13 @@ from titan_moe.entry import (
     export_hf,
     generate,
     import_hf,
+    lacks_tokenizer,
     load_accepted,
     read_prompts,
     recipe_of_hf,
     recipe_of_use,
     recipes_of_evaluation,
+    written,
 )
 from titan_moe.run.end_process import end_soon
 from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
@@ -173,14 +175,19 @@ def _convert_here(args: argparse.Namespace) -> None:
     """Import, export or average, or the part of this process in that."""
     skipped: dict[str, list[str]] = {}
     if args.verb == "average":
-        return average(args.checkpoints, args.out)
-    if args.verb == "export" and args.adapter:
+        average(args.checkpoints, args.out)
+    elif args.verb == "export" and args.adapter:
         export_adapter(args.checkpoint, args.folder, is_fused=args.fused_experts)
     elif args.verb == "export":
         export_hf(args.checkpoint, args.folder, args.dtype)
     else:
         skipped = import_hf(args.folder, args.checkpoint, args.skip)
-    for part, names in skipped.items() if os.environ.get("RANK", "0") == "0" else ():
+    if os.environ.get("RANK", "0") != "0":
+        return
+    print(written(args.checkpoint if args.verb == "import" else args.out if args.verb == "average" else args.folder))
+    if args.verb == "export" and not args.adapter and (words := lacks_tokenizer(args.checkpoint, args.folder)):
+        print(words, file=sys.stderr)
+    for part, names in skipped.items():
         print(f"left out, because {part} is not built here: {len(names)} tensors from {names[0]} on", file=sys.stderr)
 
 

@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_moe.checkpoint.find import HUGGING_FACE, end_tokens, find_checkpoint, recipe_to_use
+from titan_moe.checkpoint.find import HUGGING_FACE, end_tokens, find_checkpoint, recipe_to_use, saved_fields
 from titan_moe.checkpoint.hf_describe import export_problems
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refusals
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, smallest_world
 from titan_moe.config.parse import blame
+from titan_moe.config.schema import counted
 from titan_moe.data.chat.records import ANSWERING, Conversation, RecordError, read_conversation
 from titan_moe.plan.check_report import describe
+from titan_moe.plan.data_report import in_words
 
 
 def train(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> None:
@@ -117,6 +119,23 @@ def average(checkpoints: Sequence[str | Path], out: str | Path) -> None:
     folders, mean = [find_checkpoint(path).folder for path in checkpoints], Path(out).expanduser()
     with hf_export.converting(mean):
         averaging.average(folders, _shapes(hf_convert.model_of(folders[0])), mean)
+
+
+def written(folder: str | Path) -> str:
+    """Say what a command has written."""
+    files = [file for file in Path(folder).expanduser().rglob("*") if file.is_file()]
+    size = in_words(sum(file.stat().st_size for file in files))
+    return f"wrote {folder}: {counted(len(files), 'file')}, {size}"
+
+
+def lacks_tokenizer(checkpoint: str | Path, folder: str | Path) -> str:
+    """Say that what is exported has no tokenizer, and why; empty if it has one."""
+    if any(Path(folder).expanduser().glob("tokenizer*")):
+        return ""
+    name = saved_fields(find_checkpoint(checkpoint).folder).get("data.tokenizer")
+    if name == "bytes":
+        return "it has no tokenizer: the run has read bytes (data.tokenizer = 'bytes'), and an id is a byte"
+    return "it has no tokenizer; copy the files of yours into it"
 
 
 def compare(runs: Sequence[str | Path], after: int | None = None, html: str | Path | None = None) -> str:

@@ -76,6 +76,8 @@ def test_a_checkpoint_of_theirs_and_its_import_continue_as_in_transformers(
     theirs.save_pretrained(tmp_path / "theirs")
     assert cli.main(["import", str(tmp_path / "theirs"), str(tmp_path / "imported")]) == 0
     assert cli.main(["average", *2 * [str(tmp_path / "imported")], str(tmp_path / "mean")]) == 0
+    imported, mean = capsys.readouterr().out.splitlines()
+    assert imported.startswith(f"wrote {tmp_path / 'imported'}: ") and mean.startswith(f"wrote {tmp_path / 'mean'}: ")
     (tmp_path / "prompts.txt").write_text("\n".join(" ".join(map(str, prompt)) for prompt in prompts))
     expected = [text[len(prompt) :] for text, prompt in zip(greedy(theirs, prompts, 9), prompts, strict=True)]
     expected = [ids[: ids.index(60)] if 60 in ids else ids for ids in expected]
@@ -145,7 +147,10 @@ def test_a_run_goes_from_one_checkpoint_of_theirs_to_another(
     steps += ["--perf.kernels=reference"]
     assert cli.main(["train", str(recipe), f"--run.folder={run}", "--run.device=cpu", *steps]) == 0
     assert_equal_in_transformers(run / "hf" / "step-1", theirs)
+    capsys.readouterr()
     assert cli.main(["export", str(run / "checkpoints" / "step-1"), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"wrote {tmp_path / 'out'}: ") and said.err.startswith("it has no tokenizer: the run")
     assert_equal_in_transformers(tmp_path / "out", theirs)
     config = (tmp_path / "out" / "config.json").read_text()
     assert config == (run / "hf" / "step-1" / "config.json").read_text()

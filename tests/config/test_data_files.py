@@ -104,7 +104,8 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
     ("path", "error", "words"),
     [
         ("nowhere/*.txt", FileNotFoundError, "matches no file"),
-        ("nowhere/a.jsonl", FileNotFoundError, "matches no file"),  # no hub name
+        ("nowhere/a.jsonl", FileNotFoundError, "is no file or folder here .*; there is no folder 'nowhere'$"),  # no hub
+        ("HERE/y.csv", FileNotFoundError, "is no file or folder here .*; named alike: HERE/x.csv$"),
         ("", FileNotFoundError, "validation.path = '' matches no file"),
         ("HERE/empty", FileNotFoundError, "is a folder without files"),
         ("HERE/*.csv", ValueError, "x.csv is a table that `datasets` reads; write it as .jsonl or .parquet$"),
@@ -113,7 +114,7 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
 def test_path_that_names_nothing_to_read(tmp_path: Path, path: str, error: type[Exception], words: str) -> None:
     (tmp_path / "empty").mkdir()
     _make(tmp_path, "x.csv")
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words.replace("HERE", str(tmp_path))):
         find(path.replace("HERE", str(tmp_path)), "validation.path")
 
 

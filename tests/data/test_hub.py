@@ -277,8 +277,11 @@ def test_datasets_path_of_a_file_says_where_it_belongs(
 ) -> None:
     file = tmp_path / "x.parquet"
     file.write_bytes(b"PAR1 a table PAR1")
-    with pytest.raises(ValueError, match=f"is a file, .*: set data.path = 'parquet' and data.files = '{file}'"):
+    with pytest.raises(ValueError, match='is a file, .*: set data.source = "auto", which reads it'):
         open_loader(json_recipe(path=str(file), files=""))
+    (tmp_path / "x.csv.gz").touch()
+    with pytest.raises(ValueError, match="set data.path = 'csv' and data.files = '.*x.csv.gz'$"):
+        open_loader(json_recipe(path=f"{tmp_path}/x.csv.gz", files=""))
     file.write_text("no table")
     with pytest.raises(ValueError, match="x.parquet is not a Parquet table; repair the file or leave it out"):
         open_loader(json_recipe(path="parquet", files=str(file)))

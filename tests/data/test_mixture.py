@@ -186,6 +186,8 @@ def test_problem_names_the_source(
     make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
 ) -> None:
     recipe = make_recipe(data={"source": "mixture", "mixture": (MixtureSource(path=f"{tmp_path}/none.txt"),)})
-    with pytest.raises(ValueError, match="the source 'none' of data.mixture: path = '.*none.txt' matches no file"):
+    with pytest.raises(
+        ValueError, match="the source 'none' of data.mixture: path = '.*none.txt' is no file or folder here"
+    ):
         open_loader(recipe)
     assert dataclasses.replace(recipe.data, source="auto").by_source().keys() == {""}

@@ -110,8 +110,8 @@ def test_data_of_validation_is_opened_only_where_it_is_read(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"path": "nowhere.txt"}, "validation.path = 'nowhere.txt' matches no file"),
-        ({"sets": Table(code="nowhere.txt")}, "validation.sets.code = 'nowhere.txt' matches no file"),
+        ({"path": "nowhere.txt"}, "validation.path = 'nowhere.txt' is no file or folder here"),
+        ({"sets": Table(code="nowhere.txt")}, "validation.sets.code = 'nowhere.txt' is no file or folder here"),
         ({"path": "HERE/short.txt"}, "validation.path gives 6 tokens, fewer than one sequence needs"),
         (
             {"path": "HERE/short.txt", "source": "datasets"},

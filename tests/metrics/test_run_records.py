@@ -43,6 +43,8 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = [write(tmp_path / name / "run", "{}") for name in ("a", "b")]
     assert [run.name for run in read_runs([runs[0], runs[1] / "metrics.jsonl"])] == ["a/run", "b/run"]
     assert [run.name for run in read_runs([runs[0], runs[0]])] == ["run", "run"]
+    inner = write(runs[0] / "run", "{}")
+    assert [run.name for run in read_runs([runs[0], inner])] == ["run", "run/run"]
 
 
 def test_folders_without_a_run_are_refused_at_once(tmp_path: Path) -> None:

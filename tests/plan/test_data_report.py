@@ -80,12 +80,11 @@ def test_what_a_run_would_refuse_is_said(tmp_path: Path) -> None:
 def test_data_of_validation_is_listed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 1000)
     lines = _lines({"source": "auto", "path": "x/y"}, path=f"{tmp_path}/a.txt", sets=Table(code="x/z"))
-    assert lines[2:] == [
-        f"validation: text: 1 file of {tmp_path}/a.txt, 1 kB, some 1,001 tokens", "validation code: datasets: x/z"
-    ]  # fmt: skip
+    assert lines[2] == f"validation: text: 1 file of {tmp_path}/a.txt, 1 kB, some 1,001 tokens"
+    assert lines[3].startswith("validation code: datasets: x/z, a hub name")
     lines = _lines({"source": "auto", "path": "x/y"}, path="gone/a.txt", sets=Table(code="gone/b.txt"))
-    assert "here: validation.path = 'gone/a.txt' matches no file" in lines[2]
-    assert "here: validation.sets.code = 'gone/b.txt' matches no file" in lines[3]
+    assert "here: validation.path = 'gone/a.txt' is no file or folder here" in lines[2]
+    assert "here: validation.sets.code = 'gone/b.txt' is no file or folder here" in lines[3]
 
 
 def test_sources_of_a_mixture_are_listed_with_their_shares(tmp_path: Path) -> None:
@@ -93,8 +92,8 @@ def test_sources_of_a_mixture_are_listed_with_their_shares(tmp_path: Path) -> No
     mixture = (MixtureSource(f"{tmp_path}/a.txt", 3.0), MixtureSource("owner/name"), MixtureSource("none.txt", 0))
     assert _lines({"source": "mixture", "mixture": mixture})[1:] == [
         f"a: share 0.75; text: 1 file of {tmp_path}/a.txt, 1 kB, some 1,001 tokens",
-        "name: share 0.25; datasets: owner/name",
+        "name: share 0.25; datasets: owner/name, a hub name: no file or folder of this name is here",
         "none: weight 0, not read",
     ]
     by_size = _lines({"source": "mixture", "mixture": mixture[1:2], "mixture_temperature": 2.0})
-    assert by_size[1] == "name: a share of its tokens to the power of 0.5; datasets: owner/name"
+    assert by_size[1].startswith("name: a share of its tokens to the power of 0.5; datasets: owner/name, a hub name")

@@ -73,7 +73,8 @@ def test_peak_is_compared_with_a_gpu_that_is_not_here(monkeypatch: pytest.Monkey
     assert "GiB exceed the 79 GiB of H100; " in describe(recipe, 8, "H100")
     assert "GiB fit the 139 GiB of h200" in describe(recipe, 8, "h200")
     on_cpus = load_recipe(QWEN3.with_name("quickstart.toml"))
-    assert 'not compared with H100: run.device = "cpu"' in describe(on_cpus, 1, "H100")
+    words = 'not compared with H100: run.device = "cpu"; for GPUs add --run.device=cuda --precision.compute=bf16\n'
+    assert words in describe(on_cpus, 1, "H100")
 
 
 def test_ranks_of_a_gpu_need_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 Only names are read here, so that `titan-moe check` says the same as a run.
 """
 
+import difflib
 import glob
 import os
 import re
@@ -95,6 +96,8 @@ def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
     """
     matches = glob.glob(str(Path(pattern).expanduser()), recursive=True) if pattern else []
     files = sorted(path for path in map(Path, matches) if path.is_file())
+    if not files and pattern and not matches and not glob.has_magic(pattern):
+        raise FileNotFoundError(_no_such_file(pattern, key, names))
     if not files:
         is_folder = [Path(path).is_dir() for path in matches] == [True]
         found, folder = ("is a folder", pattern.rstrip("/")) if is_folder else ("matches no file", "corpus")
@@ -104,6 +107,18 @@ def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
         )
     _check_readable(files, key)
     return files
+
+
+def _no_such_file(path: str, key: str, names: str) -> str:
+    """Say that a path that is no glob names nothing, and what is named alike."""
+    parent = Path(path).expanduser().parent
+    near = difflib.get_close_matches(Path(path).name, os.listdir(parent) if parent.is_dir() else [], n=_NAMED)
+    found = f"give a file, a folder, or a glob such as 'corpus/**/{names}'"
+    if near:
+        found = f"named alike: {', '.join(str(parent / name) for name in near)}"
+    elif not parent.is_dir():
+        found = f"there is no folder {str(parent)!r}"
+    return f"{key} = {path!r} is no file or folder here (working directory {Path.cwd()}); {found}"
 
 
 def _files_of_folder(folder: Path, key: str, split: str) -> Found:

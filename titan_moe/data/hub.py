@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_moe.config.data_files import find_files
+from titan_moe.config.data_files import ROWS, find_files, kind_of_name
 from titan_moe.config.train import DataConfig
 from titan_moe.data import json_lines
 from titan_moe.data.bad_rows import BadRowError, BadRows
@@ -162,11 +162,11 @@ def load(data: DataConfig) -> Any:
             "or read local files with data.source = 'text'"
         ) from error
     if not data.files and (file := Path(data.path)).is_file():
-        path = _PATHS.get(file.suffix, "text")
-        raise ValueError(
-            f"data.path = {data.path!r} is a file, and `datasets` takes the file type: set data.path = {path!r} and "
-            f"data.files = {data.path!r}"
-        )
+        path = _PATHS.get(Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix, "text")
+        way_out = f"set data.path = {path!r} and data.files = {data.path!r}"
+        if kind_of_name(file.name) in ("text", *ROWS):
+            way_out = 'set data.source = "auto", which reads it'
+        raise ValueError(f"data.path = {data.path!r} is a file, and `datasets` takes the file type: {way_out}")
     if data.path == "pandas":
         raise ValueError('data.path = "pandas" reads pickles, which can run code; give the data as parquet or json')
     files = [str(file) for file in find_files(data.files, "data.files")] if data.files else None
@@ -182,7 +182,11 @@ def load(data: DataConfig) -> Any:
         problem = f"`datasets` cannot load this: {type(reason).__name__}: {reason}"
         way_out = "give a name on the Hugging Face hub that can be reached, a folder, or a file type beside data.files"
         if not data.files and not Path(data.path).exists():
-            problem += ", and no folder of this name is here"
+            here = f"no file or folder {data.path!r} is here (working directory {Path.cwd()})"
+            raise ValueError(
+                f"data.path: {here}, and as a name on the Hugging Face hub `datasets` cannot load it: "
+                f"{type(reason).__name__}: {reason}; correct the path, or give a hub name that can be reached"
+            ) from error
         raise ValueError(f"{_describe_origin(data)}: {problem}; {way_out}") from error
 
 

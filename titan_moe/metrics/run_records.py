@@ -51,7 +51,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
     names = [folder.name for folder in folders]
     if len(set(names)) == len(set(folders)):
         return names
-    shared = commonpath(folders)
+    shared = Path(commonpath(folders))
+    shared = shared.parent if shared in folders else shared
     return [str(folder.relative_to(shared)) for folder in folders]
 
 

@@ -283,10 +283,21 @@ def _offload_rows(resolved: Resolved, devices: list[str]) -> list[tuple[str, str
     return _labelled("offload", lines)
 
 
+def _for_gpus(recipe: Recipe, world_size: int) -> str:
+    """The overrides with which a recipe for CPUs runs on GPUs; empty if there are none."""
+    on_gpus = replace(recipe, run=replace(recipe.run, device="cuda"))
+    in_bf16 = replace(on_gpus, precision=replace(on_gpus.precision, compute="bf16"))
+    for changed, words in ((on_gpus, ""), (in_bf16, " --precision.compute=bf16")):
+        if not check_rules(changed, world_size):
+            return f"; for GPUs add --run.device=cuda{words}"
+    return ""
+
+
 def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None, devices: list[str]) -> list[tuple[str, str]]:
     """Whether the peak exceeds the memory of a GPU, and with what changes it does not."""
     if recipe.run.device == "cpu":
-        return [("peak", f'not compared with {gpu}: run.device = "cpu"')] if gpu else []
+        words = f'not compared with {gpu}: run.device = "cpu"{_for_gpus(recipe, world_size)}'
+        return [("peak", words)] if gpu else []
     lines: list[str] = []
     for device in devices:
 

@@ -84,7 +84,7 @@ def _files(recipe: Recipe, source: str, path: str, key: str, split: str) -> str:
         words = str(error).replace("data.split", "validation.split") if key.startswith("validation") else str(error)
         return f"{source}: {path} cannot be read here: {words}"
     if not found.files:
-        return f"{found.kind}: {path}"
+        return f"{found.kind}: {path}, a hub name: no file or folder of this name is here"
     if recipe.data.format == "chat" and found.kind in ("text", "tokens"):
         return f"{found.kind}: {path} has no conversations for data.format = 'chat', which are rows"
     tokens = ""
@@ -92,7 +92,7 @@ def _files(recipe: Recipe, source: str, path: str, key: str, split: str) -> str:
         tokens = f", some {num_bytes // BYTES_OF_AN_ID[recipe.data.token_dtype]:,} tokens"
     elif found.kind == "text" and recipe.data.tokenizer == "bytes" and not any(map(_is_compressed, found.files)):
         tokens = f", some {num_bytes + len(found.files):,} tokens"
-    return f"{found.kind}: {counted(len(found.files), 'file')} of {path}, {_in_words(num_bytes)}{tokens}"
+    return f"{found.kind}: {counted(len(found.files), 'file')} of {path}, {in_words(num_bytes)}{tokens}"
 
 
 def _size(file: Path) -> int:
@@ -103,5 +103,6 @@ def _is_compressed(file: Path) -> bool:
     return file.suffix.lower() in (".gz", ".zst")
 
 
-def _in_words(num_bytes: int) -> str:
+def in_words(num_bytes: int) -> str:
+    """A number of bytes, as 1.23 MB."""
     return next((f"{num_bytes / size:.3g} {unit}" for unit, size in UNITS if num_bytes >= size), f"{num_bytes} bytes")

@@ -58,6 +58,9 @@ def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: Mod
     a_parameter = f", {num_tokens / counts.parameters:.3g} a parameter" if counts.parameters else ""
     active = f" ({num_tokens / counts.active:.3g} an active one)" if counts.active else ""
     logger.info("data: %s", "; ".join([*parts, run + a_parameter + active]))
+    if train.steps < recipe.optim.warmup_steps:
+        words = "train.steps = %d end inside optim.warmup_steps = %d: optim.lr = %g is not reached"
+        logger.warning(words, train.steps, recipe.optim.warmup_steps, recipe.optim.lr)
     for source in size.sources:
         facts = "streamed" if source.num_tokens is None else f"{source.num_tokens:,} tokens"
         if source.share == 0:

@@ -7,12 +7,15 @@ from pathlib import Path
 import torch
 from torch.distributed import checkpoint
 
-from titan_moe import Transformer, load_recipe
+from titan_moe import RecipeError, Transformer, load_recipe
 
 
 def load_last(run_folder: Path) -> Transformer:
     model = Transformer(load_recipe(run_folder / "recipe.toml").model)
-    last = max((run_folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    steps = [*(run_folder / "checkpoints").glob("step-*")]
+    if not steps:
+        raise FileNotFoundError(f"{run_folder} has no checkpoints/step-N: name the folder of a run")
+    last = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
     state = model.state_dict()
     checkpoint.load(state, checkpoint_id=last)
     model.load_state_dict(state)
@@ -27,4 +30,9 @@ def main(run_folder: str, prompt: str, num_tokens: int = 20) -> bytes:
 
 
 if __name__ == "__main__":
-    print(main(*sys.argv[1:3]))
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    try:
+        print(main(*sys.argv[1:3]))
+    except (FileNotFoundError, RecipeError) as error:
+        sys.exit(str(error))

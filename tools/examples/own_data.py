@@ -18,4 +18,9 @@ def main(glob: str, *overrides: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    try:
+        main(*sys.argv[1:])
+    except titan_moe.RecipeError as error:  # it names the field, the value and a way out
+        sys.exit(str(error))
