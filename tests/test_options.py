@@ -108,6 +108,7 @@ KEPT = {
     "model.attention.sliding_window": "Mistral, gpt-oss, Gemma 3",
     "model.attention.attention_chunk_size": "Llama 4",
     "model.attention.full_attention_every": "gpt-oss, Gemma 3",
+    "model.attention.window_layers": "dots1, Qwen2-MoE",
     "model.attention.rope_theta": "families differ: 1e4 to 1e6",
     "model.attention.partial_rotary_factor": "GLM-4.5, MiniMax-M2",
     "model.attention.nope_every": "Llama 4, SmolLM3",

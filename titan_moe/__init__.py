@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from titan_moe.checkpoint.hf_stream import hf_weights as hf_weights
     from titan_moe.config.adapter import AdapterConfig as AdapterConfig
     from titan_moe.config.adapter import AdapterOfKind as AdapterOfKind
+    from titan_moe.config.attention import AttentionConfig as AttentionConfig
     from titan_moe.config.chat import ChatConfig as ChatConfig
     from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
     from titan_moe.config.kernels import KernelOverrides as KernelOverrides
     from titan_moe.config.kernels import Kernels as Kernels
     from titan_moe.config.mixture import MixtureSource as MixtureSource
-    from titan_moe.config.model import (
-        AttentionConfig as AttentionConfig,
-    )
     from titan_moe.config.model import (
         ModelConfig as ModelConfig,
     )
@@ -128,7 +126,7 @@ _MODULES = {
     "AdapterOfKind": "titan_moe.config.adapter",
     "AllGatherDispatcher": "titan_moe.dispatch",
     "AllToAllDispatcher": "titan_moe.dispatch",
-    "AttentionConfig": "titan_moe.config.model",
+    "AttentionConfig": "titan_moe.config.attention",
     "Block": "titan_moe.layers.block",
     "ChatConfig": "titan_moe.config.chat",
     "CheckpointConfig": "titan_moe.config.train",

@@ -39,6 +39,34 @@ def test_dense_layers_are_read_and_written(family: str, settings: dict[str, Any]
     assert again.layers_by_kind == model.layers_by_kind
 
 
+DOTS = V3 | {"head_dim": 8, "sliding_window": 8}
+QWEN2 = {"num_experts": 4, "shared_expert_intermediate_size": 8, "use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "windows"),
+    [
+        ("dots1", DOTS, "ffffff"),  # by default from the 62nd layer on
+        ("dots1", DOTS | {"max_window_layers": 4}, "ffffww"),
+        ("dots1", DOTS | {"sliding_window": None, "max_window_layers": 4}, "ffffff"),
+        ("qwen2_moe", QWEN2, "wfwfwf"),
+        ("qwen2_moe", QWEN2 | {"max_window_layers": 3}, "wfwfff"),
+        ("qwen2_moe", QWEN2 | {"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "fffffw"),
+        ("qwen2_moe", QWEN2 | {"use_sliding_window": False}, "ffffff"),
+        ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 8}, "wfwfwf"),
+    ],
+)
+def test_windows_of_layers_are_read_and_written(family: str, settings: dict[str, Any], windows: str) -> None:
+    model, _ = FAMILIES[family].read(SIZES | settings)
+    again, _ = FAMILIES[family].read(FAMILIES[family].write(model))
+    for read in (model, again):
+        assert "".join("fw"[read.attention.has_window(layer)] for layer in range(6)) == windows
+    with pytest.raises(ValueError, match="layer_types in config.json has 2 entries, and num_hidden_layers = 6"):
+        FAMILIES["dots1"].read(SIZES | DOTS | {"layer_types": ["full_attention"] * 2})
+    with pytest.raises(ValueError, match="linear_attention are not built here"):
+        FAMILIES["dots1"].read(SIZES | DOTS | {"layer_types": ["linear_attention"] * 6})
+
+
 MODEL = ModelConfig(num_layers=6, ffn_hidden_size=48, attention=AttentionConfig(), moe=MoEConfig(4, ffn_hidden_size=16))
 
 

@@ -17,12 +17,24 @@ from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
         (8, 0, [8] * 7),  # Mistral
         (8, 2, [8, 100, 8, 100, 8, 100, 8]),  # gpt-oss
         (8, 6, [8, 8, 8, 8, 8, 100, 8]),  # Gemma 3
-        (1000, 2, [100] * 7),
+        (8, (4, 5, 6), [100, 100, 100, 100, 8, 8, 8]),  # dots1
+        (8, (0, 3), [8, 100, 100, 8, 100, 100, 100]),
     ],
 )
-def test_window_of_each_layer(window: int, full_every: int, expected: list[int]) -> None:
-    attention = AttentionConfig(sliding_window=window, full_attention_every=full_every)
+def test_window_of_each_layer(window: int, full_every: int | tuple[int, ...], expected: list[int]) -> None:
+    key = "window_layers" if isinstance(full_every, tuple) else "full_attention_every"
+    attention = AttentionConfig(sliding_window=window, **{key: full_every})
     assert [attention.window(layer, 100) for layer in range(7)] == expected
+    assert attention.with_windows([window < 100 for window in expected]) == attention
+    if window:
+        assert replace(attention, sliding_window=1000).window(0, 100) == 100
+
+
+def test_the_fewest_fields_say_which_layers_have_windows() -> None:
+    listed = AttentionConfig(sliding_window=8, window_layers=(4, 0, 2))
+    assert listed.with_windows([listed.has_window(layer) for layer in range(6)]) == AttentionConfig(
+        sliding_window=8, full_attention_every=2
+    )
 
 
 @pytest.mark.parametrize(

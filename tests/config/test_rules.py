@@ -165,6 +165,10 @@ BROKEN = {
         "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",
         "full_attention_every = 5 exceeds model.num_layers = 4",
     ),
+    "window_layers_are_layers": (
+        "--model.attention.sliding_window=8 --model.attention.window_layers=[1,4]",
+        "window_layers = [1, 4] must be different layers of model.num_layers = 4",
+    ),
     "yarn_betas_are_ordered": (
         "--model.attention.yarn_factor=4 --model.attention.yarn_beta_slow=40",
         "yarn_beta_fast",
@@ -658,6 +662,13 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
         ("--model.hidden_size=130", 8, "model.hidden_size = 130 is not a multiple of 8"),
         ("--model.attention.full_attention_every=2", 8, "model.attention.sliding_window = 0"),
         ("--model.attention.sliding_window=8 --model.attention.full_attention_every=1", 8, "leaves no layer to"),
+        ("--model.attention.window_layers=[1]", 8, "needs a window, but model.attention.sliding_window = 0"),
+        (
+            "--model.attention.sliding_window=8 --model.attention.window_layers=[1] "
+            "--model.attention.full_attention_every=2",
+            8,
+            "window_layers = [1] does not go with model.attention.full_attention_every = 2",
+        ),
         ("--run.device=cpu --perf.attention=flex", 8, 'perf.attention = "flex" does not exist'),
         (
             "--train.forced_load=skewed --model.moe.top_k=9",

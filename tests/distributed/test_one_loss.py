@@ -328,7 +328,7 @@ SPLIT_MODELS = {
     ),
     "gqa-window": replace(
         MODEL,
-        attention=replace(GQA, sliding_window=3, full_attention_every=3, nope_every=2, attn_scale=0.5, floor_scale=3),
+        attention=replace(GQA, sliding_window=3, window_layers=(0, 2), nope_every=2, attn_scale=0.5, floor_scale=3),
         num_dense_layers=0,
         dense_layers=(1,),
         moe=replace(MOE, router_bias=True, swiglu_limit=0.5, swiglu_alpha=1.702, swiglu_up_offset=1.0),

@@ -43,6 +43,7 @@ GRANITE |= {"residual_multiplier": 0.4, "attention_multiplier": 0.3}
 ERNIE = {"num_key_value_heads": 3, "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 14}
 ERNIE |= {"num_hidden_layers": 5, "moe_num_shared_experts": 2, "moe_layer_interval": 2, "moe_layer_end_index": 3}
 ERNIE |= {"pad_token_id": None}
+LATE = ["full_attention", "full_attention", "sliding_attention"]
 QWEN2 = {"shared_expert_intermediate_size": 22, "mlp_only_layers": [1]}
 HUNYUAN = BASE | {"num_key_value_heads": 3, "num_experts": 5, "moe_topk": 3, "head_dim": 6}
 STRETCHED = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}
@@ -59,7 +60,7 @@ LLAMA4 |= {"no_rope_layer_interval": 2, "attention_chunk_size": 11, "attn_scale"
 TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", GQA | {"head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("Qwen3Moe", GQA | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
-    "qwen2_moe": ("Qwen2Moe", GQA | QWEN2),
+    "qwen2_moe": ("Qwen2Moe", GQA | QWEN2 | {"use_sliding_window": True, "sliding_window": 7, "layer_types": LATE}),
     "qwen3_moe-every_second": ("Qwen3Moe", GQA | {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
     "granitemoe": ("GraniteMoe", BASE | GRANITE),
     "granitemoeshared": ("GraniteMoeShared", BASE | GRANITE | {"shared_intermediate_size": 22}),
@@ -67,7 +68,7 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", BASE | {"num_key_value_heads": 3, "num_local_experts": 5, "sliding_window": 11}),
     "deepseek_v2": ("DeepseekV2", MLA | {"q_lora_rank": None}),
     "glm4_moe_lite": ("Glm4MoeLite", MLA | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "dense", "sparse"]}),
-    "dots1": ("Dots1", BASE | GROUPED | {"first_k_dense_replace": 1}),
+    "dots1": ("Dots1", BASE | GROUPED | {"first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 1}),
     "solar_open": ("SolarOpen", BASE | GROUPED | {"n_group": 1, "topk_group": 1, "head_dim": 8}),
     "glm4_moe": (
         "Glm4Moe",

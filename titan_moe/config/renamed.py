@@ -85,8 +85,8 @@ SPELLINGS = {
     "model.attention.qkv_bias (and out_bias, of the output projection)": "attention_bias",
     'model.attention.sinks ("learnable" -> true)': "softmax_type",
     "model.attention.sliding_window (the token itself included)": "window_size",
-    "model.attention.full_attention_every (every n-th layer is full)": "window_attn_skip_freq layer_types "
-    "sliding_window_pattern",
+    "model.attention.full_attention_every (every n-th layer is full)": "window_attn_skip_freq sliding_window_pattern",
+    "model.attention.window_layers (the numbers of those with windows)": "layer_types max_window_layers",
     "model.attention.rope_theta": "rotary_base",
     "model.attention.partial_rotary_factor (of heads of gqa)": "rotary_percent",
     "model.attention.partial_rotary_factor (a share of model.attention.head_dim)": "rotary_dim",

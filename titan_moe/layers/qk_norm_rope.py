@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_moe.config.attention import AttentionConfig
 from titan_moe.config.kernels import Backend
-from titan_moe.config.model import AttentionConfig
 from titan_moe.kernels.choose import NORM_AND_ROTATE
 from titan_moe.layers.rope import scaled
 from titan_moe.parameters import ParameterKind

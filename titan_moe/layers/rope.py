@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titan_moe.config.model import AttentionConfig
+from titan_moe.config.attention import AttentionConfig
 from titan_moe.kernels.rope.rotation import rotate_halves, rotate_pairs
 
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_count_of_flops_is_six_a_used_weight_and_attention() -> None:
 
 
 def test_count_of_flops_with_a_window() -> None:
-    def core(seq_len_tokens: int, **changes: int) -> int:
+    def core(seq_len_tokens: int, **changes: Any) -> int:
         attention = replace(SMALL.attention, **changes)
         return attention_core_flops_per_token(replace(SMALL, num_layers=6, attention=attention), seq_len_tokens)
 
@@ -101,6 +102,7 @@ def test_count_of_flops_with_a_window() -> None:
     windowed = (20 * 10 + 80 * 20) * a_pair // 100
     assert core(100, sliding_window=20) == 6 * windowed
     assert core(100, sliding_window=20, full_attention_every=3) == 4 * windowed + 2 * a_pair * 50
+    assert core(100, sliding_window=20, window_layers=(1, 5)) == 2 * windowed + 4 * a_pair * 50
     assert core(20, sliding_window=20) == core(20, sliding_window=21) == core(20)
     # 14 chunks of 7 tokens, in which a token sees 3.5 on average, and the last 2 tokens
     chunked = 4 * (14 * 49 + 4) * a_pair // 2 // 100

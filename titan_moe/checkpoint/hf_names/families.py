@@ -30,6 +30,7 @@ from titan_moe.checkpoint.hf_names.parts import (
     WINDOW,
 )
 from titan_moe.checkpoint.hf_names.phimoe import PHIMOE
+from titan_moe.checkpoint.hf_names.windows import BEFORE_LAYER, FROM_LAYER
 from titan_moe.config.model import ModelConfig
 
 QWEN = GQA | {
@@ -39,29 +40,6 @@ QWEN = GQA | {
 }
 QWEN_DEFAULTS = DEFAULTS | {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
 QWEN_DEFAULTS |= {"use_sliding_window": False, "sliding_window": 4096}
-
-
-def _read_windows(settings: Settings) -> Values:
-    """A window on all layers, or on all but every n-th."""
-    window = settings["sliding_window"] if settings["use_sliding_window"] else None
-    if not window:
-        return {"attention.sliding_window": 0}
-    num_layers, last = settings["num_hidden_layers"], settings["max_window_layers"]
-    odd = ["full_attention" if i % 2 or i >= last else "sliding_attention" for i in range(num_layers)]
-    is_full = [kind == "full_attention" for kind in settings["layer_types"] or odd]
-    every = is_full.index(True) + 1 if True in is_full else 0
-    if is_full != [every > 0 and (i + 1) % every == 0 for i in range(num_layers)]:
-        raise ValueError("layer_types in config.json: full attention in every n-th layer alone is built here")
-    return {"attention.sliding_window": window, "attention.full_attention_every": every}
-
-
-def _write_windows(model: ModelConfig) -> Values:
-    a = model.attention
-    if not a.sliding_window:
-        return {"use_sliding_window": False}
-    is_full = [a.full_attention_every > 0 and (i + 1) % a.full_attention_every == 0 for i in range(model.num_layers)]
-    types = ["full_attention" if full else "sliding_attention" for full in is_full]
-    return {"use_sliding_window": True, "sliding_window": a.sliding_window, "layer_types": types}
 
 
 QWEN3_MOE = Family(
@@ -88,7 +66,7 @@ QWEN2_MOE = replace(
     fixed={"moe.shared_expert_gate": True},
     only={"hidden_act": "silu"},
     defaults=QWEN_DEFAULTS | {"qkv_bias": True, "layer_types": None, "max_window_layers": 28, "head_dim": None},
-    parts=(HEAD_DIM, ROPE, Part(_read_windows, _write_windows), DENSE_LIST),
+    parts=(HEAD_DIM, ROPE, BEFORE_LAYER, DENSE_LIST),
 )
 MIXTRAL = Family(
     model_type="mixtral",
@@ -177,15 +155,6 @@ GLM4_MOE_LITE = replace(
 )
 
 
-def _read_no_window(settings: Settings) -> Values:
-    """Windows from a layer on are not built."""
-    window, first, num_layers = settings["sliding_window"], settings["max_window_layers"], settings["num_hidden_layers"]
-    later = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
-    if set(settings["layer_types"] or later) - {"full_attention"}:
-        raise ValueError("layer_types or max_window_layers in config.json: windows from a layer on are not built here")
-    return {}
-
-
 DOTS1 = Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
@@ -197,7 +166,7 @@ DOTS1 = Family(
     parts=(
         HEAD_DIM,
         ROPE,
-        Part(_read_no_window, lambda model: {"sliding_window": None}),
+        FROM_LAYER,
         FIRST_K_DENSE,
         SHARED,
         GROUPS,

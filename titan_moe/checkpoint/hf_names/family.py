@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from titan_moe.checkpoint.hf_names.names import Names
-from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.attention import AttentionConfig
+from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.rules.ranges import LAYERS
 
 Values = dict[str, Any]
@@ -163,8 +164,6 @@ def _meant(model: ModelConfig) -> ModelConfig:
         unread |= {f"attention.{one.name}" for one in fields(attention) if one.name.startswith("yarn_")}
     if not attention.attn_scale:
         unread |= {"attention.floor_scale"}
-    if not attention.sliding_window:
-        unread |= {"attention.full_attention_every"}
     if moe.score_fn != "sparsemixer":
         unread |= {"moe.sparsemixer_jitter"}
     if moe.num_groups == 1:
@@ -173,5 +172,7 @@ def _meant(model: ModelConfig) -> ModelConfig:
         unread |= {"ffn_hidden_size"}
     if attention.scale == replace(attention, softmax_scale=0.0).scale:
         unread |= {"attention.softmax_scale"}
-    values, defaults = flat(model.with_layers(range(model.num_layers))), flat(ModelConfig())
+    layers = range(model.num_layers)
+    model = replace(model, attention=attention.with_windows([attention.has_window(layer) for layer in layers]))
+    values, defaults = flat(model.with_layers(layers)), flat(ModelConfig())
     return of_flat(values | {key: defaults[key] for key in unread})

@@ -1,9 +1,10 @@
 """gpt-oss: sinks, biases, a clamped activation, windows in every second layer, and fused experts on disk."""
 
 from titan_moe.checkpoint.hf_names import names
-from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
+from titan_moe.checkpoint.hf_names.family import Family, Part, Values
 from titan_moe.checkpoint.hf_names.names import Fused, NotOnDisk, one
 from titan_moe.checkpoint.hf_names.parts import GQA, ROPE, ROPE_DEFAULTS, read_rope
+from titan_moe.checkpoint.hf_names.windows import EVERY_SECOND
 from titan_moe.config.model import ModelConfig
 
 YARN: Values = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -15,31 +16,6 @@ def _write_rope(model: ModelConfig) -> Values:
     """In both forms, a plain one too: without a word of it, it would be YaRN."""
     values: Values = {"rope_scaling": {"rope_type": "default"}, **ROPE.write(model)}
     return values | {"rope_parameters": {**values["rope_scaling"], "rope_theta": values["rope_theta"]}}
-
-
-PATTERN = ("sliding_attention", "full_attention")
-
-
-def _read_windows(settings: Settings) -> Values:
-    """Full attention in every n-th layer, n = 2 where config.json does not list the layers."""
-    num_layers, window = settings["num_hidden_layers"], settings["sliding_window"]
-    types = settings["layer_types"] or [PATTERN[i % 2] for i in range(num_layers)]
-    every = types.index(PATTERN[1]) + 1 if PATTERN[1] in types else 0
-    if types != _types(num_layers, every) or not (window or set(types) == {PATTERN[1]}):
-        raise ValueError("layer_types in config.json: full attention in every n-th layer alone is built here")
-    if every == 1:
-        return {"attention.sliding_window": 0}
-    return {"attention.sliding_window": window, "attention.full_attention_every": every}
-
-
-def _types(num_layers: int, every: int) -> list[str]:
-    return [PATTERN[every > 0 and (i + 1) % every == 0] for i in range(num_layers)]
-
-
-def _write_windows(model: ModelConfig) -> Values:
-    a = model.attention
-    types = _types(model.num_layers, a.full_attention_every if a.sliding_window else 1)
-    return {"layer_types": types, "sliding_window": a.sliding_window or None}
 
 
 EXPERTS = "mlp.experts"
@@ -88,5 +64,5 @@ GPT_OSS = Family(
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
-    parts=(Part(lambda settings: read_rope(settings, YARN), _write_rope), Part(_read_windows, _write_windows)),
+    parts=(Part(lambda settings: read_rope(settings, YARN), _write_rope), EVERY_SECOND),
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_moe.config.model import AttentionConfig
+from titan_moe.config.attention import AttentionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, divides, row, rule, rules_in
 from titan_moe.config.schema import in_toml

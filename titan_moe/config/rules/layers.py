@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
+from titan_moe.config.attention import AttentionConfig
 from titan_moe.config.kernels import Kernels
-from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe

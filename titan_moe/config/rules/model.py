@@ -51,6 +51,19 @@ def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Itera
         yield said(recipe, f"{key} exceeds {{model.num_layers}}, so every layer has a window")
 
 
+@rule("windows are of layers, each named once", "model.attention.window_layers sliding_window full_attention_every")
+def window_layers_are_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a, key = recipe.model.attention, "{model.attention.window_layers}"
+    if not a.window_layers:
+        return
+    if not _are_layers(a.window_layers, recipe.model.num_layers):
+        yield said(recipe, f"{key} must be different layers of {{model.num_layers}}")
+    elif a.sliding_window == 0:
+        yield said(recipe, f"{key} needs a window, but {{model.attention.sliding_window}}")
+    elif a.full_attention_every > 0:
+        yield said(recipe, f"{key} does not go with {{model.attention.full_attention_every}}: one says all")
+
+
 layers_without_rope_are_some_of_the_layers = at_most(
     "every n-th layer has no rotary embedding, so none of fewer than n",
     "model.attention.nope_every",
