@@ -113,6 +113,16 @@ def test_a_dense_model_has_no_shared_experts() -> None:
         FAMILIES["ernie4_5_moe"].write(replace(MODEL, moe=MoEConfig(4, ffn_hidden_size=16, shared_ffn_hidden_size=24)))
 
 
+def test_a_score_of_groups_that_is_the_usual_one_has_words() -> None:
+    """Megatron Core's rule is DeepSeek-V3's for its numbers."""
+    moe = MoEConfig(16, 4, 16, score_fn="sigmoid", num_groups=4, top_k_groups=2, group_score="top_share_sum")
+    attention = AttentionConfig(qk_norm=True)
+    model = replace(MODEL, ffn_hidden_size=0, attention=attention, moe=moe)
+    assert FAMILIES["dots1"].write(model)["topk_group"] == 2
+    with pytest.raises(ValueError, match="dots1 has no words for model.moe.group_score = 'top_share_sum'"):
+        FAMILIES["dots1"].write(replace(model, moe=replace(moe, top_k=6)))
+
+
 @pytest.mark.parametrize(
     ("model_type", "block"),
     [("qwen3_5_moe_text", "gated delta rule"), ("jamba", "Mamba blocks"), ("lfm2_moe", "convo")],

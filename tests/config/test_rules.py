@@ -224,6 +224,10 @@ BROKEN = {
         "--model.moe.num_groups=16 --model.moe.top_k_groups=4",
         "two experts a group",
     ),
+    "top_k_groups_share_experts": (
+        "--model.moe.num_groups=4 --model.moe.top_k_groups=3 --model.moe.group_score=top_share_sum",
+        'which model.moe.group_score = "top_share_sum" needs',
+    ),
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
     "pipeline_options_need_pp": (
         "--parallel.vpp=2",

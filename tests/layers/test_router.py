@@ -41,7 +41,8 @@ def by_hand(logits: list[float], moe: MoEConfig, bias: list[float]) -> dict[int,
     ranked = [score + b for score, b in zip(scores, bias, strict=True)]
     size = len(scores) // moe.num_groups
     groups = [sorted(ranked[g * size : (g + 1) * size], reverse=True) for g in range(moe.num_groups)]
-    worth = [group[0] if moe.group_score == "max" else group[0] + group[1] for group in groups]
+    num_ranked = {"max": 1, "top2_sum": 2}.get(moe.group_score, moe.top_k // moe.top_k_groups)
+    worth = [sum(group[:num_ranked]) for group in groups]
     is_open = set(best(worth, moe.top_k_groups))
     chosen = best([value if e // size in is_open else -math.inf for e, value in enumerate(ranked)], moe.top_k)
     total = sum(scores[e] for e in chosen) if moe.normalize_topk else 1.0
@@ -58,6 +59,7 @@ def by_hand(logits: list[float], moe: MoEConfig, bias: list[float]) -> dict[int,
         {"normalize_topk": False, "route_scale": 16.0},
         {"num_groups": 4, "top_k_groups": 2, "group_score": "max"},
         {"num_groups": 4, "top_k_groups": 2, "group_score": "top2_sum"},
+        {"num_groups": 3, "top_k_groups": 1, "group_score": "top_share_sum"},
     ],
     ids=str,
 )

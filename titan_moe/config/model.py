@@ -47,10 +47,12 @@ class MoEConfig:
     """Number of groups of experts in group-limited routing; 1 means no groups."""
     top_k_groups: int = 1
     """Number of groups from which the experts of a token are selected; at most `num_groups`."""
-    group_score: Literal["max", "top2_sum"] = "top2_sum"
+    group_score: Literal["max", "top2_sum", "top_share_sum"] = "top2_sum"
     """The score by which groups are selected.
     `max`: The highest score in the group (DeepSeek-V2).
-    `top2_sum`: The sum of the two highest (DeepSeek-V3)."""
+    `top2_sum`: The sum of the two highest (DeepSeek-V3).
+    `top_share_sum`: The sum of the `top_k / top_k_groups` highest, a selected group's share of a token's experts
+    (Megatron Core). With 8 experts of 4 groups, as in DeepSeek-V3, these are two."""
     score_on: Literal["activation", "input"] = "activation"
     """The tensor that is multiplied by the routing score.
     `activation`: The activation before the down projection. Equal to multiplying the output, with less memory.

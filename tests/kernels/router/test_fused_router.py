@@ -26,6 +26,10 @@ CASES = {
     "not_normalised": (12, RoutingRule("softmax", 3, normalize_topk=False, route_scale=16.0)),
     "groups_of_one": (5, SIGMOID._replace(num_groups=5, top_k_groups=4)),
     "groups": (20, SIGMOID._replace(num_groups=4, top_k_groups=2)),
+    "groups_by_share": (
+        30,
+        SIGMOID._replace(top_k=6, num_groups=5, top_k_groups=2, group_score="top_share_sum", counts_by_score=True),
+    ),
     "softmax_by_score": (12, RoutingRule("softmax", 2, counts_by_score=True)),
     "sigmoid_by_score": (40, SIGMOID._replace(counts_by_score=True)),
     "groups_by_score": (20, SIGMOID._replace(num_groups=4, top_k_groups=2, counts_by_score=True)),
@@ -142,7 +146,7 @@ def test_route_tokens_selects_lowest_expert_id_on_ties(device: torch.device) -> 
     assert by_score.tolist() == [[3, 3, 3] + [0] * 9]
 
 
-@pytest.mark.parametrize("group_score", ["max", "top2_sum"])
+@pytest.mark.parametrize("group_score", ["max", "top2_sum", "top_share_sum"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_route_tokens_selects_distinct_experts_for_non_finite_logits(
     value: float, group_score: str, device: torch.device

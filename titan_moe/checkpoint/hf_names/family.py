@@ -166,6 +166,9 @@ def _meant(model: ModelConfig) -> ModelConfig:
         unread |= {"attention.floor_scale"}
     if moe.score_fn != "sparsemixer":
         unread |= {"moe.sparsemixer_jitter"}
+    if moe.group_score == "top_share_sum" and (share := moe.top_k / max(moe.top_k_groups, 1)) in (1, 2):
+        moe = replace(moe, group_score="max" if share == 1 else "top2_sum")
+        model = replace(model, moe=moe)
     if moe.num_groups == 1:
         unread |= {"moe.group_score", "moe.top_k_groups"}
     if not len(model.layers_by_kind[0]):

@@ -51,6 +51,17 @@ top2_groups_hold_two = row(
     "{model.moe.group_score} needs two experts a group, but {=model.moe.num_experts} experts in "
     "{model.moe.num_groups} groups leave one",
 )
+top_k_groups_share_experts = row(
+    "a group is ranked by as many scores as its share of a token's experts",
+    lambda r: (
+        r.model.moe.group_score == "top_share_sum"
+        and r.model.moe.num_groups > 1
+        and r.model.moe.top_k % max(r.model.moe.top_k_groups, 1) > 0
+    ),
+    "{model.moe.top_k_groups} does not divide {model.moe.top_k}, which {model.moe.group_score} needs",
+    "model.moe.top_k_groups top_k group_score",
+    steps=lambda r: [r.model.moe.top_k_groups],
+)
 shared_gate_needs_shared_experts = row(
     "the gate applies to shared experts only",
     lambda r: r.model.moe.shared_expert_gate and r.model.moe.shared_ffn_hidden_size == 0,

@@ -47,14 +47,15 @@ def _first_best(key, index, axis: tl.constexpr):
 
 @triton.jit
 def _group_ranks(key_TGS, NUM_RANKED: tl.constexpr):
-    """Keys of the groups: of the best expert, or of the sum of the two best experts."""
+    """Keys of the groups: of the best expert, or of the sum of the best experts."""
     best_TG = tl.max(key_TGS, axis=2)
-    if NUM_RANKED == 2:
+    if NUM_RANKED > 1:
         index_S = tl.arange(0, key_TGS.shape[2])[None, None, :]
-        first_TG1 = _first_best(key_TGS, index_S, 2)
-        second_TG = tl.max(tl.where(index_S == first_TG1, REMOVED, key_TGS), axis=2)
-        best = _flip(best_TG).to(tl.float32, bitcast=True)
-        best_TG = _key(best + _flip(second_TG).to(tl.float32, bitcast=True))
+        sum_TG = _flip(best_TG).to(tl.float32, bitcast=True)
+        for _ in tl.static_range(NUM_RANKED - 1):
+            key_TGS = tl.where(index_S == _first_best(key_TGS, index_S, 2), REMOVED, key_TGS)
+            sum_TG += _flip(tl.max(key_TGS, axis=2)).to(tl.float32, bitcast=True)
+        best_TG = _key(sum_TG)
     return best_TG
 
 

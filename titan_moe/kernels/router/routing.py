@@ -30,7 +30,8 @@ class RoutingRule(NamedTuple):
     top_k_groups: int = 1
     """Number of groups of consecutive experts that a token's top-k is limited to."""
     group_score: str = "top2_sum"
-    """A group's score: its best expert score (`max`), or the sum of its two best (`top2_sum`)."""
+    """A group's score: its best expert score (`max`), or the sum of its two best (`top2_sum`), or of as many as its
+    share of a token's experts (`top_share_sum`)."""
     normalize_topk: bool = True
     route_scale: float = 1.0
     counts_by_score: bool = False
@@ -40,7 +41,7 @@ class RoutingRule(NamedTuple):
     @property
     def num_ranked(self) -> int:
         """Number of best expert scores that a group's score sums."""
-        return {"max": 1, "top2_sum": 2}[self.group_score]
+        return {"max": 1, "top2_sum": 2, "top_share_sum": self.top_k // self.top_k_groups}[self.group_score]
 
 
 class Routing(NamedTuple):
