@@ -666,6 +666,12 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
         ("--model.hidden_size=130", 8, "model.hidden_size = 130 is not a multiple of 8"),
         ("--model.attention.full_attention_every=2", 8, "model.attention.sliding_window = 0"),
         ("--model.attention.sliding_window=8 --model.attention.full_attention_every=1", 8, "leaves no layer to"),
+        (
+            "--parallel.tp=2 --parallel.tp_comm_overlap=true --model.attention.output_gate=head",
+            8,
+            'for queries and keys alone, not for model.attention.output_gate = "head"',
+        ),
+        ("--model.attention.kind=mla --model.attention.output_gate=head", 8, 'output_gate = "head" needs'),
         ("--model.attention.window_layers=[1]", 8, "needs a window, but model.attention.sliding_window = 0"),
         (
             "--model.attention.sliding_window=8 --model.attention.window_layers=[1] "

@@ -313,7 +313,9 @@ MLA = AttentionConfig(
 SPLIT_MODELS = {
     "gqa": replace(MODEL, attention=replace(GQA, out_bias=True)),
     "gqa-shared": replace(
-        MODEL, attention=replace(GQA, num_kv_heads=2, out_bias=True), moe=replace(MOE, score_fn="softmax")
+        MODEL,
+        attention=replace(GQA, num_kv_heads=2, out_bias=True),
+        moe=replace(MOE, score_fn="softmax"),
     ),
     "gqa-norm-shared": replace(
         MODEL,
@@ -324,11 +326,20 @@ SPLIT_MODELS = {
             clip_qkv=1.5,
             partial_rotary_factor=0.5,
             attention_chunk_size=3,
+            output_gate="element",
         ),
     ),
     "gqa-window": replace(
         MODEL,
-        attention=replace(GQA, sliding_window=3, window_layers=(0, 2), nope_every=2, attn_scale=0.5, floor_scale=3),
+        attention=replace(
+            GQA,
+            sliding_window=3,
+            window_layers=(0, 2),
+            nope_every=2,
+            attn_scale=0.5,
+            floor_scale=3,
+            output_gate="head",
+        ),
         num_dense_layers=0,
         dense_layers=(1,),
         moe=replace(MOE, router_bias=True, swiglu_limit=0.5, swiglu_alpha=1.702, swiglu_up_offset=1.0),

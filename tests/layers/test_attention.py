@@ -74,6 +74,21 @@ def test_attention_in_packed_documents_equals_each_alone(config: AttentionConfig
             torch.testing.assert_close(packed[b : b + 1, part], alone, atol=1e-6, rtol=0)  # the tables are fp32
 
 
+@pytest.mark.parametrize(("kind", "per"), [("head", 1), ("element", 8)])
+def test_a_gate_multiplies_what_each_head_attended(kind: str, per: int) -> None:
+    config = replace(GQA, output_gate=kind)
+    attention, x_BND = built(config), torch.randn(3, 12, 16, dtype=torch.float64)
+    plain = built(GQA)
+    plain.load_state_dict({name: t for name, t in attention.state_dict().items() if not name.startswith("gate")})
+    attended: list[Tensor] = []
+    plain.out.register_forward_pre_hook(lambda _, args: attended.append(args[0]))
+    context = Context(*rope_tables(config, 12, x_BND.device), None)
+    plain(x_BND, context)
+    gates = torch.sigmoid(x_BND @ attention.gate.weight.T).view(3, 12, 4, per)
+    gated = (attended[0].view(3, 12, 4, 8) * gates).flatten(2)
+    torch.testing.assert_close(attention(x_BND, context), plain.out(gated), atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("config", [GQA, MLA], ids=["gqa", "mla"])
 def test_attention_is_causal(config: AttentionConfig) -> None:
     attention, x_BND = built(config), torch.randn(1, 12, 16, dtype=torch.float64)

@@ -64,7 +64,7 @@ def exchange(num_kv_heads: int, dtype: torch.dtype) -> dict[str, Any]:
     heads = [rank * HEADS // num_ranks + head for head in range(HEADS // num_ranks)]
     kv_heads = sorted({head * num_kv_heads // HEADS for head in heads})
     columns = [*heads, *(HEADS + head for head in kv_heads), *(HEADS + num_kv_heads + head for head in kv_heads)]
-    back = HeadsToTokens(dist.group.WORLD)(torch.nn.Identity(), (out[..., : len(heads) * HEAD_DIM],))
+    (back,) = HeadsToTokens(dist.group.WORLD)(torch.nn.Identity(), (out[..., : len(heads) * HEAD_DIM],))
     direction = draw(BATCH, num_tokens, num_ranks * len(columns), HEAD_DIM).to(dtype)  # of all ranks
     mine = direction[:, :, rank * len(columns) : (rank + 1) * len(columns)].flatten(2)
     (gradient,) = torch.autograd.grad(out, x, mine)

@@ -79,10 +79,10 @@ def _has_border(module: nn.Module, method: str, borders: Collection[Method]) -> 
 
 
 def _parts(module: nn.Module, method: str) -> Iterator[Method]:
-    """The methods that a method of a layer calls, as the layer lists them."""
+    """The methods that a method of a layer calls, as the layer lists them; None is a module that it lacks."""
     for name in getattr(type(module), "parts", {}).get(method, ()):
-        owner = getattr(module, name)
-        yield (owner, "forward") if isinstance(owner, nn.Module) else (module, name)
+        if (owner := getattr(module, name)) is not None:
+            yield (owner, "forward") if isinstance(owner, nn.Module) else (module, name)
 
 
 def _is_dense(block: Block) -> bool:

@@ -31,7 +31,7 @@ class AdapterConfig:
     alpha: float = 16.0
     """The scale is alpha / rank. PEFT's `lora_alpha`."""
     targets: tuple[str, ...] = ("attention", "experts")
-    """The modules with adapters. The head, embeddings, routers and projections of latents have none.
+    """The modules with adapters. The head, embeddings, routers, gates and projections of latents have none.
     `attention`: All projections of attention.
     `dense`: Dense feed-forward layers.
     `shared`: Shared experts.
@@ -76,7 +76,7 @@ def kind_of_linear(path: str) -> AdapterKind | None:
     """The kind of a linear layer, by its path in a block; None for one without adapters."""
     owner, _, last = path.rpartition(".")
     if owner == "attention":
-        return "attention"
+        return None if last == "gate" else "attention"
     if last in PROJECTIONS and owner.startswith("feed_forward.shared_experts"):
         return "shared"
     return "dense" if last in PROJECTIONS and owner == "feed_forward" else None

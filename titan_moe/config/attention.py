@@ -40,6 +40,12 @@ class AttentionConfig:
     """Bias on the query, key and value projections (`gqa`)."""
     out_bias: bool = False
     """Bias on the output projection (`gqa`; gpt-oss, Phi-3.5-MoE)."""
+    output_gate: Literal["none", "head", "element"] = "none"
+    """A learned gate on the result of attention, before the output projection: the sigmoid of a projection of the
+    layer's input (`gqa`; arXiv:2505.06708).
+    `none`: No gate.
+    `head`: One number for each query head.
+    `element`: One for each element of each query head (AFMoE)."""
     sinks: bool = False
     """A learned logit of each query head that joins its softmax and has no value, so that a head may attend to nothing
     (`gqa`; gpt-oss, arXiv:2309.17453). With SDPA it is one more key and eight more columns of queries, keys and values,
@@ -119,6 +125,11 @@ class AttentionConfig:
     """Epsilon of the RMSNorms of the query and key/value latents of `mla`. Hugging Face's DeepSeek-V2 and V3, Moonlight
     and GLM-4.7-Flash have 1e-6 whatever their `rms_norm_eps`; Megatron has `model.norm_eps`. A run of a release without
     this field had `model.norm_eps`, and goes on with it."""
+
+    @property
+    def output_gate_width(self) -> int:
+        """The number of gates of a token."""
+        return {"none": 0, "head": self.num_heads, "element": self.num_heads * self.head_dim}[self.output_gate]
 
     @property
     def rotated_head_dim(self) -> int:

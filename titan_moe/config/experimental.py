@@ -49,6 +49,8 @@ EXPERIMENTAL = (
         "1.2 % faster at most on 2 GPUs, not timed on more",
         lambda recipe: recipe.parallel.tp > 1,
     ),
+    Experimental("model.attention.output_gate", "head", _ON_CPUS_ALONE),
+    Experimental("model.attention.output_gate", "element", _ON_CPUS_ALONE),
     Experimental(
         "model.moe.group_score", "top_share_sum", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.num_groups > 1
     ),

@@ -12,7 +12,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
 
-NEVER_ROUNDED = "embedding, head, router, norms, gates and attention core"
+NEVER_ROUNDED = "embedding, head, router, norms, gates of shared experts and attention core"
 """What has no format in any recipe: few FLOPs, or sensitive (arXiv:2412.19437, section 3.3.1)."""
 
 

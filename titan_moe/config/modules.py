@@ -194,7 +194,8 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     split = "outputs" if tp <= a.num_kv_heads else ""  # else every rank has all of them
     row = partial(_matrix, "attention", layers, tp)
     reads: Any = {"reads_alone": True, "reads": "norms" * (tp == 1)}
-    yield row("attention.qkv", (width, fused), split, own_widths=own, copies=tp, **reads, **kept)
+    own_reads = {} if a.output_gate_width else reads  # two modules read the norm's result: the second one counts it
+    yield row("attention.qkv", (width, fused), split, own_widths=own, copies=tp, **own_reads, **kept)
     yield _vectors("attention", layers, "attention.qkv.bias", fused if a.qkv_bias else 0)
     has_weights = a.qk_norm and a.qk_norm_has_weights
     normed_widths = 2 * a.head_dim if a.qk_norm_over == "head" else queries + a.num_kv_heads * a.head_dim
@@ -203,13 +204,15 @@ def _gqa(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
     sizes: Any = {"tensors": norms if has_weights else ()}
     yield _vectors("attention", layers, "attention.qk_norm_rope", normed_widths if has_weights else 0, **sizes)
     yield _vectors("attention", layers, "attention.sinks", a.num_heads if a.sinks else 0)
+    if gates := a.output_gate_width:  # their sigmoids are kept
+        yield row("attention.gate", (width, gates), "outputs", copies=tp, kept=gates, overlaps=False, **reads)
     exchanged = keys + 2 * queries if by_heads > 1 else 0
     received = (1 - 1 / by_heads) * exchanged + (cp // by_heads - 1) * keys
     attended = queries + by_keys * keys
     normed = (queries if by_keys > 1 else attended) if a.qk_norm and by_heads == 1 else 0  # and rotated, not exchanged
     freed = ("qkv_rope", normed)
     sizes = {"attended": attended, "result": queries, "received": received}
-    sizes["scales_result"] = a.sinks and not (cp > 1 and p.cp_kind == "ring")
+    sizes["num_scales"] = (a.sinks and not (cp > 1 and p.cp_kind == "ring")) + (a.output_gate_width > 0)
     heads = Split("attention.num_heads", a.num_heads, a.num_kv_heads)
     yield _core(layers, by_heads, heads, 2 * queries, **sizes, freed=freed)
     yield row("attention.out", (queries, width), "inputs", reads_alone=by_heads > 1)
@@ -262,11 +265,11 @@ def _mla(model: ModelConfig, layers: range, p: ParallelConfig) -> Iterator[Modul
 
 def _core(
     layers: range, by_heads: int, heads: Split, pair_width: int,
-    *, attended: int, result: int, received: float, freed: tuple[str, int], scales_result: bool = False,
+    *, attended: int, result: int, received: float, freed: tuple[str, int], num_scales: int = 0,
 ) -> Module:  # fmt: skip
     """Attention without projections. `ulysses` keeps the result before and after its exchange, FlexAttention before and
-    after sinks have scaled it. SDPA's copies of what is attended, wider for sinks, are not counted."""
-    kept, gradients = attended + (1 + (by_heads > 1) + scales_result) * result, attended + result
+    after sinks have scaled it, a gate too. SDPA's copies of what is attended, wider for sinks, are not counted."""
+    kept, gradients = attended + (1 + (by_heads > 1) + num_scales) * result, attended + result
     sizes: Any = {"kept": kept, "gradients": gradients, "received": received, "tp_split": heads}
     sizes |= {"freed": (freed, ("attention", kept - attended)), "sent": (("attention", attended + result),)}
     return Module("attention", "attention", layers, pair_width=pair_width, **sizes)

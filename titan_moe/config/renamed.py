@@ -84,6 +84,7 @@ SPELLINGS = {
     "model.attention.qkv_bias": "add_qkv_bias",
     "model.attention.qkv_bias (and out_bias, of the output projection)": "attention_bias",
     'model.attention.sinks ("learnable" -> true)': "softmax_type",
+    'model.attention.output_gate (true -> "element")': "attention_output_gate attn_output_gate",
     "model.attention.sliding_window (the token itself included)": "window_size",
     "model.attention.full_attention_every (every n-th layer is full)": "window_attn_skip_freq sliding_window_pattern",
     "model.attention.window_layers (the numbers of those with windows)": "layer_types max_window_layers",

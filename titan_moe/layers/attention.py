@@ -124,6 +124,17 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
+class OutputGate(nn.Module):
+    """Multiply the results of heads by the sigmoid of gates, one a head or one an element (arXiv:2505.06708)."""
+
+    def forward(self, x_BNX: Tensor, gates_BNG: Tensor) -> Tensor:
+        """Results [B, N, X] and gates before the sigmoid [B, N, G], G divides X -> [B, N, X]."""
+        num_gates = gates_BNG.shape[-1]
+        if num_gates == x_BNX.shape[-1]:
+            return x_BNX * torch.sigmoid(gates_BNG)
+        return (x_BNX.unflatten(-1, (num_gates, -1)) * torch.sigmoid(gates_BNG)[..., None]).flatten(-2)
+
+
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share key/value heads; optional query and key norms (Qwen3, OLMoE).
 
@@ -134,7 +145,7 @@ class GroupedQueryAttention(nn.Module):
 
     parameter_kinds = {"sinks": ParameterKind.BIAS}
     residual_ends = ("out.weight",)
-    parts = {"forward": ("qkv", "qk_norm_rope", "core"), "core": ("out",)}
+    parts = {"forward": ("qkv", "qk_norm_rope", "gate", "core"), "core": ("apply_gate", "out")}
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
@@ -143,6 +154,9 @@ class GroupedQueryAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)
         self.qk_norm_rope = QKNormRope(a, config.norm_eps, kernels.rotary)
         self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=a.out_bias)
+        gated = a.output_gate_width > 0
+        self.gate = nn.Linear(config.hidden_size, a.output_gate_width, bias=False) if gated else None
+        self.apply_gate = OutputGate() if gated else None
         self.gather_keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keys_of_own_tokens
         self.register_parameter("sinks", nn.Parameter(torch.zeros(a.num_heads)) if a.sinks else None)
         self.own_heads: Callable[[Tensor], Tensor] = heads_of_this_rank
@@ -154,9 +168,13 @@ class GroupedQueryAttention(nn.Module):
         tables = context.cos_NR, context.sin_NR
         q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), *tables, context.has_rope, context.query_factors_N)
         k_BNHD, v_BNHD = self.gather_keys(k_BNHD, v_BNHD)
-        return self.core(q_BNHD, k_BNHD, v_BNHD, context)
+        gates = () if self.gate is None else (self.gate(x_BND),)
+        return self.core(q_BNHD, k_BNHD, v_BNHD, context, *gates)
 
-    def core(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context) -> Tensor:
-        """Attention itself and the output projection: -> [B, N, D]."""
+    def core(
+        self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context, gates_BNG: Tensor | None = None
+    ) -> Tensor:
+        """Attention itself, its gate and the output projection: -> [B, N, D]."""
         sinks = () if self.sinks is None else (self.own_heads(self.sinks),)
-        return self.out(self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale, *sinks).flatten(2))
+        attended_BNX = self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale, *sinks).flatten(2)
+        return self.out(attended_BNX if self.apply_gate is None else self.apply_gate(attended_BNX, gates_BNG))

@@ -90,7 +90,8 @@ def _exchange_heads(attention: GroupedQueryAttention, tp: int, group: dist.Proce
     widths = tuple(number * attention.head_dim for number in (num_heads, num_kv_heads, num_kv_heads))
     last = attention.qkv if rope.all_heads is None else rope.all_heads  # that sees all heads
     last.register_forward_hook(TokensToHeads(widths, group, attention.head_dim))
-    attention.out.register_forward_pre_hook(HeadsToTokens(group))
+    first = attention.out if attention.apply_gate is None else attention.apply_gate  # behind attention
+    first.register_forward_pre_hook(HeadsToTokens(group))
     attention.own_heads = OwnHeads(group)
     rope.heads_per_group = num_heads // num_ranks // max(num_kv_heads // num_ranks, 1) + 2
 
@@ -136,13 +137,13 @@ class HeadsToTokens:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor]) -> Tensor:
-        """[B, N, X of own heads] -> [B, n, X]."""
-        (x_BNX,), num_ranks = args, self.group.size()
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The first argument: [B, N, X of own heads] -> [B, n, X]."""
+        (x_BNX, *others), num_ranks = args, self.group.size()
         batch = len(x_BNX)
         sent = x_BNX.unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)
         received = all_to_all(sent, [batch] * num_ranks, [batch] * num_ranks, self.group)
-        return received.unflatten(0, (num_ranks, batch)).movedim(0, 2).flatten(2)
+        return received.unflatten(0, (num_ranks, batch)).movedim(0, 2).flatten(2), *others
 
 
 class GatherKeys:

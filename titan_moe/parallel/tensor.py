@@ -57,6 +57,8 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                     readers[norm] = of_rank._replace(rows=norm.widths, num_parts=of_rank.num_parts[:2])
                     norm.average = _MeanOfRanks(group)
                 readers[module] = _own_heads(module, mesh)
+                if module.gate is not None:
+                    _split(module.gate, "weight", ROWS, mesh)
                 _split(module.out, "weight", COLUMNS, mesh)
                 if not config.tp_comm_overlap:  # which adds the bias to sums
                     readers[module.out] = _Share(mesh.size())

@@ -33,6 +33,8 @@ VARIANTS = {
         BASE, attention=replace(GQA, qk_norm=True, qk_norm_is_after_rope=True, qk_norm_has_weights=False)
     ),
     "biases": replace(BASE, attention=replace(GQA, qkv_bias=True, out_bias=True, sinks=True)),
+    "gate of elements": replace(BASE, attention=replace(GQA, output_gate="element")),
+    "gate of heads": replace(BASE, attention=replace(GQA, output_gate="head")),
     "mla": replace(BASE, attention=MLA),
     "mla with query compression": replace(BASE, attention=replace(MLA, q_lora_rank=9)),
     "no shared experts": replace(BASE, moe=replace(MOE, shared_ffn_hidden_size=0)),

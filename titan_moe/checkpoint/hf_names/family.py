@@ -152,7 +152,7 @@ def _meant(model: ModelConfig) -> ModelConfig:
     unread = set(FREE)
     attention, moe = model.attention, model.moe
     of_norm = {"qk_norm_over", "qk_norm_is_after_rope", "qk_norm_has_weights", "qk_norm_layers"}
-    of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias", "sinks", "clip_qkv"}
+    of_gqa = {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "out_bias", "sinks", "clip_qkv", "output_gate"}
     of_gqa |= of_norm | {"partial_rotary_factor"}
     of_mla = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_eps"}
     if not attention.longrope_short_factor:

@@ -86,11 +86,12 @@ some_layers_have_chunks = row(
 )
 
 
-OF_GQA = ("qk_norm", "clip_qkv", "qkv_bias", "out_bias", "sinks", "partial_rotary_factor")
+OF_GQA = ("qk_norm", "clip_qkv", "qkv_bias", "out_bias", "output_gate", "sinks", "partial_rotary_factor")
 
 
 @rule(
-    "mla normalises its compressed latents, and has no biases and no sinks", f"model.attention.kind {' '.join(OF_GQA)}"
+    "mla normalises its compressed latents, and has no biases, gates and sinks",
+    f"model.attention.kind {' '.join(OF_GQA)}",
 )
 def gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key in OF_GQA:

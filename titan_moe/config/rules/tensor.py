@@ -14,6 +14,7 @@ from titan_moe.config.rules.rule import (
     row,
     rule,
     rules_in,
+    said,
     splits_of,
 )
 
@@ -68,12 +69,16 @@ tp_supports_the_recipe = row(
 
 @rule(
     "overlapped GEMMs read the memory of the other GPUs of a node, part by part, in the dtype of precision.compute",
-    "parallel.tp_comm_overlap tp run.device precision.linears format",
+    "parallel.tp_comm_overlap tp run.device precision.linears format model.attention.output_gate",
 )
 def tp_overlap_is_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local, needs = recipe.parallel, ranks_of_a_node(world_size), "parallel.tp_comm_overlap = true"
     if not p.tp_comm_overlap:
         return
+    if recipe.model.attention.output_gate_width:
+        yield said(
+            recipe, f"{needs} gathers tokens for queries and keys alone, not for {{model.attention.output_gate}}"
+        )
     if p.tp == 1:
         yield f"{needs} has no messages to hide with parallel.tp = 1"
     if recipe.run.device == "cpu":
