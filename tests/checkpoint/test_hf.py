@@ -166,8 +166,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another family": (lambda folder: edit(folder, len, model_type="mamba", architectures=[]), "model_type = 'mamba'"),
     "another activation": (lambda folder: edit(folder, len, hidden_act="gelu"), "hidden_act = 'gelu'"),
     "another rotary embedding": (
-        lambda folder: edit(folder, len, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
-        "the rotary embedding 'llama3'",
+        lambda folder: edit(folder, len, rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
+        "the rotary embedding 'linear'",
     ),
     "a word for a number": (
         lambda folder: edit(folder, len, num_hidden_layers="3"),

@@ -39,6 +39,8 @@ def test_dense_layers_are_read_and_written(family: str, settings: dict[str, Any]
     assert again.layers_by_kind == model.layers_by_kind
 
 
+AFMOE = {"num_experts": 4, "sliding_window": 8}
+EXAONE = {"num_experts": 4, "sliding_window": 8}
 DOTS = V3 | {"head_dim": 8, "sliding_window": 8}
 QWEN2 = {"num_experts": 4, "shared_expert_intermediate_size": 8, "use_sliding_window": True, "sliding_window": 8}
 
@@ -53,6 +55,10 @@ QWEN2 = {"num_experts": 4, "shared_expert_intermediate_size": 8, "use_sliding_wi
         ("qwen2_moe", QWEN2 | {"max_window_layers": 3}, "wfwfff"),
         ("qwen2_moe", QWEN2 | {"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "fffffw"),
         ("qwen2_moe", QWEN2 | {"use_sliding_window": False}, "ffffff"),
+        ("afmoe", AFMOE, "wwwfww"),
+        ("afmoe", AFMOE | {"global_attn_every_n_layers": 3}, "wwfwwf"),
+        ("exaone_moe", EXAONE | {"sliding_window_pattern": 2}, "wfwfwf"),
+        ("exaone_moe", EXAONE | {"sliding_window": None}, "ffffff"),
         ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 8}, "wfwfwf"),
     ],
 )
@@ -111,6 +117,31 @@ def test_a_dense_model_has_no_shared_experts() -> None:
         family_for(dense)
     with pytest.raises(ValueError, match="is no multiple of model.moe.ffn_hidden_size = 16"):
         FAMILIES["ernie4_5_moe"].write(replace(MODEL, moe=MoEConfig(4, ffn_hidden_size=16, shared_ffn_hidden_size=24)))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        ("afmoe", {"layer_types": ["full_attention"] * 6}, "only windowed layers of afmoe have a rotary embedding"),
+        ("exaone_moe", {"layer_types": ["full_attention"] * 6}, "exaone_moe with a sliding_window has windowed layers"),
+        ("exaone_moe", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern = 'LLLG' in config.json"),
+        (
+            "mellum",
+            {
+                "layer_types": ["full_attention", "sliding_attention"] * 3,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                    "sliding_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+                    | {"original_max_position_embeddings": 64},
+                },
+            },
+            "rope_parameters of sliding_attention in config.json: of them rope_theta alone",
+        ),
+    ],
+)
+def test_what_a_family_of_windows_does_not_build_is_named(family: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FAMILIES[family].read(SIZES | {"num_experts": 4, "sliding_window": 8} | settings)
 
 
 def test_a_score_of_groups_that_is_the_usual_one_has_words() -> None:

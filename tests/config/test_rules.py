@@ -160,6 +160,23 @@ BROKEN = {
         "--model.attention.attention_chunk_size=8 --model.attention.nope_every=1",
         "has no effect with model.attention.nope_every = 1",
     ),
+    "rope_of_windows_needs_windows": ("--model.attention.rope_layers=windowed", "leaves no layer a rotary embedding"),
+    "theta_of_windows_needs_windows": (
+        "--model.attention.window_rope_theta=500",
+        "window_rope_theta = 500 has no effect with model.attention.sliding_window = 0",
+    ),
+    "theta_of_windows_is_a_base": (
+        "--model.attention.window_rope_theta=0.5 --model.attention.sliding_window=8",
+        "window_rope_theta = 0.5 must be above 1, or 0",
+    ),
+    "llama3_factors_are_ordered": (
+        "--model.attention.llama3_factor=8 --model.attention.llama3_low_freq_factor=4",
+        "llama3_high_freq_factor = 4 is not above model.attention.llama3_low_freq_factor = 4",
+    ),
+    "llama3_excludes_others": (
+        "--model.attention.llama3_factor=8 --model.attention.yarn_factor=4",
+        "llama3_factor = 8 goes neither with YaRN nor with LongRoPE",
+    ),
     "gqa_options_need_gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
     "full_layers_are_some_of_the_layers": (
         "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",

@@ -58,6 +58,8 @@ LAYOUTS = {
     "ernie4_5_moe": [ParallelConfig(pp=2, tp=2)],
     "phimoe": [replace(EP2, pp=2), replace(EP2, tp=2)],
     "llama4_text": [replace(EP2, etp=2), replace(EP2, tp=2)],
+    "afmoe": [replace(EP2, tp=2), ParallelConfig(pp=2, tp=2)],
+    "mellum": [ParallelConfig(pp=2, tp=2)],
 }
 NUM_TOKENS = 7
 PROMPTS = [[5, 7, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [60]]

@@ -315,6 +315,7 @@ SPLIT_MODELS = {
     "gqa-shared": replace(
         MODEL,
         attention=replace(GQA, num_kv_heads=2, out_bias=True),
+        norm_placement="after_moe",
         moe=replace(MOE, score_fn="softmax"),
     ),
     "gqa-norm-shared": replace(
@@ -339,6 +340,9 @@ SPLIT_MODELS = {
             attn_scale=0.5,
             floor_scale=3,
             output_gate="head",
+            window_rope_theta=50.0,
+            llama3_factor=4.0,
+            llama3_original_tokens=8,
         ),
         num_dense_layers=0,
         dense_layers=(1,),
@@ -352,7 +356,13 @@ SPLIT_MODELS = {
         residual_multiplier=0.8,
         logits_scaling=0.7,
     ),
-    "mla": replace(MODEL, attention=replace(MLA, softmax_scale=0.4), residual_multiplier=1.2, logits_scaling=1.1),
+    "mla": replace(
+        MODEL,
+        attention=replace(MLA, softmax_scale=0.4),
+        norm_placement="both",
+        residual_multiplier=1.2,
+        logits_scaling=1.1,
+    ),
     "mla-latent-gate": replace(
         MODEL,
         norm="layer",

@@ -1,11 +1,15 @@
 """A block equals its pieces, and twelve blocks compile to one graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.layers.attention import Context
+from titan_moe.layers.block import Block
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.rope import rope_tables
 from titan_moe.models.transformer import Transformer
@@ -52,6 +56,31 @@ def test_blocks_compile_once(attention: AttentionConfig, moe: MoEConfig, has_doc
         torch.testing.assert_close(
             other.grad, parameter.grad, atol=1e-4, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+@pytest.mark.parametrize(("placement", "is_dense"), [("both", True), ("both", False), ("after_moe", False)])
+def test_results_of_branches_are_normed_before_they_are_added(placement: str, is_dense: bool) -> None:
+    moe = MoEConfig() if is_dense else SPARSE
+    config = ModelConfig(hidden_size=16, ffn_hidden_size=24, num_layers=1, attention=GQA, moe=moe)
+    block = Block(
+        replace(config, norm_placement=placement, residual_multiplier=0.5),
+        is_dense=is_dense,
+        kernels=Kernels(experts="reference"),
+    ).double()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, 0.3)
+    x_BND = torch.randn(2, 6, 16, dtype=torch.float64)
+    context = Context(*(table.double() for table in rope_tables(GQA, 6, x_BND.device)), None)
+
+    def normed(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+
+    attended = block.attention(normed(x_BND, block.attention_norm), context)
+    if placement == "both":
+        attended = normed(attended, block.attention_post_norm)
+    h_BND = x_BND + attended / 2
+    result = normed(block.feed_forward(normed(h_BND, block.ffn_norm)), block.ffn_post_norm)
+    torch.testing.assert_close(block(x_BND, context), h_BND + result / 2)
 
 
 def test_block_front_ends_before_the_feed_forward() -> None:

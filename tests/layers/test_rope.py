@@ -130,3 +130,23 @@ def test_yarn_scales_the_tables() -> None:
     ratio = (0.07 * math.log(40) + 1) / (0.09 * math.log(40) + 1)
     assert length(yarn_mscale=0.7, yarn_mscale_all_dim=0.9) == pytest.approx(ratio)
     assert yarn_scale(1.0, 0.7) == 1.0
+
+
+def test_llama3_divides_low_frequencies_keeps_high_ones_and_blends_between() -> None:
+    attention = config(llama3_factor=8.0, llama3_original_tokens=100, llama3_high_freq_factor=4.0)
+    cos, sin = rope_tables(attention, 2, CPU)
+    expected = []
+    for i in range(WIDTH // 2):
+        frequency = 100.0 ** (-2 * i / WIDTH)
+        rotations = 100 * frequency / (2 * math.pi)
+        share = min(max((rotations - 1) / (4 - 1), 0), 1)
+        expected.append(frequency * share + frequency / 8 * (1 - share))
+    assert {frequency > 4 for frequency in (100 * f / (2 * math.pi) for f in expected)} == {True, False}
+    torch.testing.assert_close(torch.atan2(sin, cos)[1], torch.tensor(expected), atol=1e-6, rtol=1e-5)
+
+
+def test_windowed_layers_have_a_base_of_their_own() -> None:
+    attention = config(llama3_factor=8.0, yarn_factor=1.0, sliding_window=4, window_rope_theta=300.0)
+    plain = AttentionConfig(head_dim=WIDTH, rope_theta=300.0)
+    assert torch.equal(rope_tables(attention.of_windows, TOKENS, CPU)[0], rope_tables(plain, TOKENS, CPU)[0])
+    assert config().of_windows == config()

@@ -57,6 +57,20 @@ PHIMOE |= {"router_jitter_noise": 0.0}  # with another one experts are drawn in 
 LLAMA4 = BASE | {"num_key_value_heads": 3, "head_dim": 6, "num_local_experts": 5, "intermediate_size": 14}
 LLAMA4 |= {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 38, "floor_scale": 3}
 LLAMA4 |= {"no_rope_layer_interval": 2, "attention_chunk_size": 11, "attn_scale": 0.3}
+AFMOE = GQA | {"head_dim": 6, "num_hidden_layers": 4, "num_shared_experts": 2, "route_scale": 1.5, "mup_enabled": True}
+AFMOE |= {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2]}
+EXAONE = GQA | {"head_dim": 6, "num_experts": 6, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
+EXAONE |= {"sliding_window": 7, "sliding_window_pattern": 2}
+MELLUM = GQA | {
+    "head_dim": 6,
+    "norm_topk_prob": True,
+    "sliding_window": 7,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+}
+MELLUM |= {"layer_types": LATE, "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}
+MELLUM["rope_parameters"]["full_attention"] = YARN
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", GQA | {"head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe-tied": ("Qwen3Moe", GQA | {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -81,6 +95,13 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss-without_yarn": ("GptOss", GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "phimoe": ("Phimoe", PHIMOE),
     "llama4_text": ("Llama4Text", LLAMA4),
+    "afmoe": ("Afmoe", AFMOE),
+    "exaone_moe": ("ExaoneMoe", EXAONE),
+    "mellum": ("Mellum", MELLUM),
+    "mixtral-llama3": (
+        "Mixtral",
+        BASE | {"num_key_value_heads": 3, "num_local_experts": 5, "head_dim": 12, "rope_parameters": LLAMA3},
+    ),
     "deepseek_v3": ("DeepseekV3", MLA | {"q_lora_rank": 8, "n_group": 2, "topk_group": 1}),
 }
 

@@ -69,6 +69,13 @@ class AttentionConfig:
     """RoPE base frequency (arXiv:2104.09864)."""
     partial_rotary_factor: float = 1.0
     """Share of a `gqa` head that RoPE rotates, its first elements; the others pass (1/2 in GLM-4.5 and MiniMax-M2)."""
+    rope_layers: Literal["all", "windowed"] = "all"
+    """The layers with rotary embedding, of those that `nope_every` leaves.
+    `all`: All.
+    `windowed`: Those with `sliding_window` (AFMoE, EXAONE-MoE, Command R7B)."""
+    window_rope_theta: float = 0.0
+    """RoPE base frequency of the layers with `sliding_window`, whose context nothing extends: YaRN, LongRoPE and
+    `llama3_factor` are for the other layers (Mellum 2, Gemma 3: 10,000); 0 means that all layers have one embedding."""
     nope_every: int = 0
     """Every n-th layer has no rotary embedding (4 in Llama 4 and SmolLM3; arXiv:2501.18795); 0 means no layer lacks
     it."""
@@ -95,6 +102,14 @@ class AttentionConfig:
     sin."""
     yarn_mscale_all_dim: float = 0.0
     """DeepSeek's YaRN scale for all head dimensions; its square multiplies the softmax scale of `mla`. 0 means none."""
+    llama3_factor: float = 1.0
+    """Llama 3.1's context extension factor (arXiv:2407.21783): low frequencies are divided by it; 1 disables it."""
+    llama3_original_tokens: int = 8192
+    """Context length before this extension."""
+    llama3_low_freq_factor: float = 1.0
+    """Frequencies with fewer rotations than this over the original context are divided."""
+    llama3_high_freq_factor: float = 4.0
+    """Frequencies with more rotations than this over the original context are kept; between, both are blended."""
     longrope_short_factor: tuple[float, ...] = ()
     """LongRoPE (arXiv:2402.13753; Phi-3.5-MoE): a divisor of the frequency of each rotated pair, for contexts of up to
     `longrope_original_tokens`. Empty disables LongRoPE."""
@@ -153,7 +168,16 @@ class AttentionConfig:
 
     def has_rope(self, layer: int) -> bool:
         """Whether a layer has a rotary embedding. The first layer is 0."""
-        return self.nope_every == 0 or (layer + 1) % self.nope_every > 0
+        has_one = self.nope_every == 0 or (layer + 1) % self.nope_every > 0
+        return has_one and (self.rope_layers == "all" or self.has_window(layer))
+
+    @property
+    def of_windows(self) -> "AttentionConfig":
+        """That of the rotary embedding of layers with windows."""
+        if not self.window_rope_theta:
+            return self
+        plain = replace(self, yarn_factor=1.0, llama3_factor=1.0, longrope_short_factor=(), longrope_long_factor=())
+        return replace(plain, rope_theta=self.window_rope_theta, window_rope_theta=0.0)
 
     def chunk(self, layer: int, seq_len_tokens: int) -> int:
         """Number of tokens of a chunk that a layer's tokens attend in, the sequence if it has none."""

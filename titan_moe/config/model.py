@@ -142,6 +142,11 @@ class ModelConfig:
     any case.
     `rms`: RMSNorm (arXiv:1910.07467).
     `layer`: LayerNorm with bias (arXiv:1607.06450; used by Phi-3.5-MoE)."""
+    norm_placement: Literal["before", "both", "after_moe"] = "before"
+    """The places of norms in a block, besides that before the head.
+    `before`: Before attention and feed-forward layers.
+    `both`: Also on their results, before these are added to the residual stream (AFMoE, Gemma 3).
+    `after_moe`: Before both, and on the results of MoE layers (A.X-K1)."""
     norm_eps: float = 1e-6
     """Epsilon of every norm but those of `model.attention.latent_norm_eps`."""
     embeddings_are_tied: bool = False

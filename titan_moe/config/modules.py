@@ -145,11 +145,16 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     yield _vectors("norms", layers, "attention_norm", of_norm, **stream, freed=own_input)
     stream["sent"] = (("ffn_norm", width),)
     yield from attention(model, layers, p)
+    of_results: Any = two | {"kept": width}  # their input
+    by_placement: dict[str, Layers] = {"before": (), "both": layers, "after_moe": moe_layers}
+    if model.norm_placement == "both":
+        yield _vectors("norms", layers, "attention_post_norm", of_norm, **of_results)
     yield _vectors("norms", dense_layers, "ffn_norm", of_norm, **stream, freed=own_input)
     yield _vectors("norms", moe_layers, "ffn_norm", of_norm, **stream, freed=(("norms", width),))
     hidden = Split("ffn_hidden_size", model.ffn_hidden_size)
     yield from _mlp("dense", dense_layers, tp, "feed_forward", width, hidden)
     yield from _moe(model, moe_layers, p)
+    yield _vectors("norms", by_placement[model.norm_placement], "ffn_post_norm", of_norm, **of_results)
     yield _vectors("norms", None, "norm", of_norm, **two)
     head = _matrix("head", None, tp, "head", (width, words), "outputs", **splits)
     yield replace(head, parameters=0, own_parameters=0) if model.embeddings_are_tied else head

@@ -26,34 +26,49 @@ ATTENTIONS: dict[str, type[GroupedQueryAttention | MultiHeadLatentAttention]] = 
 class Block(nn.Module):
     """Pre-norm attention and feed-forward with residuals; the feed-forward is dense or a mixture of experts.
 
-    `front` is everything before the feed-forward layer, `add` what is behind either. `parts` of a layer are the methods
-    that its own ones call.
+    `front` is everything before the feed-forward layer, `back` what is behind it. `parts` of a layer are the methods
+    that its own ones call. A norm on results that the model lacks is None.
     """
 
-    parts = {"front": ("attention_norm", "attention", "ffn_norm"), "forward": ("front", "feed_forward")}
+    parts = {
+        "front": ("attention_norm", "attention", "attention_post_norm", "ffn_norm"),
+        "forward": ("front", "feed_forward", "ffn_post_norm"),
+    }
 
     def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         check_attention(config, kernels)
-        self.attention_norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
+        norms_all, after_moe = config.norm_placement == "both", config.norm_placement == "after_moe"
+
+        def norm() -> nn.Module:
+            return NORMS[config.norm](config.hidden_size, config.norm_eps)
+
+        self.attention_norm, self.attention_post_norm = norm(), norm() if norms_all else None
         self.attention = ATTENTIONS[config.attention.kind](config, kernels)
-        self.ffn_norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
+        self.ffn_norm = norm()
         self.residual_multiplier = config.residual_multiplier
         mlp_width = config.ffn_hidden_size
         self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels=kernels)
+        self.ffn_post_norm = norm() if norms_all or (after_moe and not is_dense) else None
 
     def front(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Attention and both norms: -> residual stream and input of the feed-forward layer, both [B, N, D]."""
-        h_BND = self.add(x_BND, self.attention(self.attention_norm(x_BND), context))
+        h_BND = self.add(x_BND, self.attention(self.attention_norm(x_BND), context), self.attention_post_norm)
         return h_BND, self.ffn_norm(h_BND)
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
         h_BND, normed_BND = self.front(x_BND, context)
-        return self.add(h_BND, self.feed_forward(normed_BND))
+        return self.back(h_BND, self.feed_forward(normed_BND))
 
-    def add(self, x_BND: Tensor, branch_BND: Tensor) -> Tensor:
-        """Add the output of a layer to the residual stream."""
+    def back(self, h_BND: Tensor, branch_BND: Tensor) -> Tensor:
+        """Add the output of the feed-forward layer to the residual stream."""
+        return self.add(h_BND, branch_BND, self.ffn_post_norm)
+
+    def add(self, x_BND: Tensor, branch_BND: Tensor, post_norm: nn.Module | None) -> Tensor:
+        """Add the output of a layer, normed or not, to the residual stream."""
+        if post_norm is not None:
+            branch_BND = post_norm(branch_BND)
         if self.residual_multiplier == 1.0:
             return x_BND + branch_BND
         return torch.add(x_BND, branch_BND, alpha=self.residual_multiplier)

@@ -39,6 +39,8 @@ def rope_tables(config: AttentionConfig, num_tokens: int, device: torch.device) 
     frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     if config.yarn_factor > 1:
         frequencies = _yarn_frequencies(frequencies, config, width)
+    if config.llama3_factor > 1:
+        frequencies = _llama3_frequencies(frequencies, config)
     divisors, longrope_scale = config.longrope
     if divisors:
         frequencies = frequencies / torch.tensor(divisors, dtype=torch.float32, device=device)
@@ -87,6 +89,14 @@ def _yarn_frequencies(frequencies: Tensor, config: AttentionConfig, width: int) 
     ramp = (torch.arange(width // 2, dtype=torch.float32, device=frequencies.device) - low) / max(high - low, 1e-3)
     interpolated = ramp.clamp(0, 1)
     return frequencies / config.yarn_factor * interpolated + frequencies * (1 - interpolated)
+
+
+def _llama3_frequencies(frequencies: Tensor, config: AttentionConfig) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and blend between by their rotations."""
+    rotations = config.llama3_original_tokens * frequencies / (2 * math.pi)
+    low, high = config.llama3_low_freq_factor, config.llama3_high_freq_factor
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return frequencies * kept + frequencies / config.llama3_factor * (1 - kept)
 
 
 def rotation(config: AttentionConfig) -> Rotate:

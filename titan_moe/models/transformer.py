@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.attention import AttentionConfig
 from titan_moe.config.context import WHOLE_SEQUENCES, SequenceShard
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
@@ -122,19 +123,26 @@ class Transformer(nn.Module, TextGenerator):
         """By layer, of which those with equal windows and chunks share a mask. Queries and keys of a forward
         have these places in sequences of `num_tokens`, or all."""
         attention = self.config.attention
-        tables, factors_N = rope_tables(attention, num_tokens, device), query_factors(attention, num_tokens, device)
-        if places_N is not None:
-            tables = tables[0][places_N], tables[1][places_N]
-            factors_N = None if factors_N is None else factors_N[places_N]
-        rotated = partial(Context, *tables)
-        unrotated = rotated
-        if attention.nope_every:
-            unrotated = partial(Context, *no_rotation(tables), has_rope=False, query_factors_N=factors_N)
-        spans = {i: (attention.window(i, num_tokens), attention.chunk(i, num_tokens)) for i in map(int, self.layers)}
+        layers = [int(layer) for layer in self.layers]
+
+        def tables(of: AttentionConfig) -> tuple[Tensor, Tensor]:
+            cos, sin = rope_tables(of, num_tokens, device)
+            return (cos, sin) if places_N is None else (cos[places_N], sin[places_N])
+
+        rotated = windowed = unrotated = partial(Context, *tables(attention))
+        if attention.window_rope_theta:
+            windowed = partial(Context, *tables(attention.of_windows))
+        if not all(attention.has_rope(layer) for layer in layers):
+            factors_N = query_factors(attention, num_tokens, device)
+            factors_N = factors_N if factors_N is None or places_N is None else factors_N[places_N]
+            cos, sin = no_rotation(rotated.args)
+            unrotated = partial(Context, cos, sin, has_rope=False, query_factors_N=factors_N)
+        spans = {i: (attention.window(i, num_tokens), attention.chunk(i, num_tokens)) for i in layers}
         masks = {span: make_mask(*span) for span in set(spans.values())}
         contexts = {}
         for i, span in spans.items():
-            contexts[str(i)] = (rotated if attention.has_rope(i) else unrotated)(mask=masks[span])
+            of_layer = (windowed if attention.has_window(i) else rotated) if attention.has_rope(i) else unrotated
+            contexts[str(i)] = of_layer(mask=masks[span])
         return contexts
 
     @property

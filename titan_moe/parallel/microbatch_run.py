@@ -102,7 +102,7 @@ class MicrobatchRun:
         moe = block.feed_forward
         with region("block"):
             y_TD = add_shared(moe.latent_up(moe.dispatcher.finish_combine(pending_y, exchange)), shared_TD)
-            return (block.add(h_BND, y_TD.unflatten(0, h_BND.shape[:2])),)
+            return (block.back(h_BND, y_TD.unflatten(0, h_BND.shape[:2])),)
 
     def _head(self, layer: int, x_BND: Tensor) -> tuple[Tensor]:
         out = self.model.head(self.model.norm(x_BND), self.labels_BN)

@@ -44,6 +44,8 @@ VARIANTS = {
     "bias and groups": replace(
         BASE, moe=replace(MOE, score_fn="sigmoid", bias_update_speed=1e-3, num_groups=4, top_k_groups=2)
     ),
+    "norms after branches": replace(BASE, norm_placement="both"),
+    "norms after moe layers": replace(BASE, norm_placement="after_moe", norm="layer"),
     "layer norms": replace(BASE, norm="layer", head_bias=True),
     "dense": replace(BASE, moe=MoEConfig(num_experts=0)),
     "dense layers anywhere": replace(BASE, num_dense_layers=0, moe_every=2, dense_layers=(3,)),

@@ -30,6 +30,7 @@ from titan_moe.checkpoint.hf_names.parts import (
     WINDOW,
 )
 from titan_moe.checkpoint.hf_names.phimoe import PHIMOE
+from titan_moe.checkpoint.hf_names.windowed_families import AFMOE, EXAONE_MOE, MELLUM
 from titan_moe.checkpoint.hf_names.windows import BEFORE_LAYER, FROM_LAYER
 from titan_moe.config.model import ModelConfig
 
@@ -184,7 +185,7 @@ SOLAR_OPEN = replace(
 
 BUILT: tuple[Family, ...] = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
 BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE, GPT_OSS, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE4_5_MOE
-BUILT += PHIMOE, LLAMA4_TEXT
+BUILT += PHIMOE, LLAMA4_TEXT, AFMOE, EXAONE_MOE, MELLUM
 FAMILIES = {family.model_type: family for family in BUILT}
 
 

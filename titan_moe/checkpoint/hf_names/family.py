@@ -162,6 +162,10 @@ def _meant(model: ModelConfig) -> ModelConfig:
         unread |= {f"attention.{name}" for name in of_norm}
     if attention.yarn_factor == 1.0:
         unread |= {f"attention.{one.name}" for one in fields(attention) if one.name.startswith("yarn_")}
+    if attention.llama3_factor == 1.0:
+        unread |= {f"attention.{one.name}" for one in fields(attention) if one.name.startswith("llama3_")}
+    if attention.of_windows == replace(attention, window_rope_theta=0.0) or not attention.sliding_window:
+        unread |= {"attention.window_rope_theta"}
     if not attention.attn_scale:
         unread |= {"attention.floor_scale"}
     if moe.score_fn != "sparsemixer":
@@ -176,6 +180,10 @@ def _meant(model: ModelConfig) -> ModelConfig:
     if attention.scale == replace(attention, softmax_scale=0.0).scale:
         unread |= {"attention.softmax_scale"}
     layers = range(model.num_layers)
-    model = replace(model, attention=attention.with_windows([attention.has_window(layer) for layer in layers]))
+    has_window, has_rope = ([has(layer) for layer in layers] for has in (attention.has_window, attention.has_rope))
+    attention = attention.with_windows(has_window)
+    if all(has_rope) or has_rope == has_window:
+        attention = replace(attention, nope_every=0, rope_layers="all" if all(has_rope) else "windowed")
+    model = replace(model, attention=attention)
     values, defaults = flat(model.with_layers(layers)), flat(ModelConfig())
     return of_flat(values | {key: defaults[key] for key in unread})

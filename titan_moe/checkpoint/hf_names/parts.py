@@ -32,6 +32,14 @@ YARN = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
+LLAMA3 = {
+    "factor": "llama3_factor",
+    "original_max_position_embeddings": "llama3_original_tokens",
+    "low_freq_factor": "llama3_low_freq_factor",
+    "high_freq_factor": "llama3_high_freq_factor",
+}
+EXTENSIONS = {"yarn": YARN, "llama3": LLAMA3}
+"""Kinds of rotary embedding -> their keys and our fields."""
 ROPE_NEUTRAL = {"attention_factor": None}
 """Keys of a rotary embedding with the only value that is built."""
 
@@ -62,20 +70,22 @@ def _read_partial_rope(settings: Settings, if_missing: Mapping[str, Any] | None 
             raise ValueError(f"{key} = {found!r} of the rotary embedding in config.json: only {value!r} is built here")
     if kind == "default":
         return values
-    if kind != "yarn":
-        raise ValueError(f"the rotary embedding {kind!r} in config.json is not built here; default and yarn are")
-    if unknown := parameters.keys() - YARN.keys():
-        raise ValueError(f"{', '.join(sorted(unknown))} of yarn in config.json are not built here")
+    if kind not in EXTENSIONS:
+        built = "default, yarn and llama3 are"
+        raise ValueError(f"the rotary embedding {kind!r} in config.json is not built here; {built}")
+    ours = EXTENSIONS[kind]
+    if unknown := parameters.keys() - ours.keys():
+        raise ValueError(f"{', '.join(sorted(unknown))} of {kind} in config.json are not built here")
     if bool(parameters.get("mscale")) != bool(parameters.get("mscale_all_dim")):
         raise ValueError("config.json has one of mscale and mscale_all_dim of yarn; both or none are built here")
     if "original_max_position_embeddings" not in parameters:
         parameters["original_max_position_embeddings"] = settings["max_position_embeddings"]
     kept = {key: value for key, value in parameters.items() if value is not None}
-    return values | {f"attention.{YARN[key]}": type_of(key)(value) for key, value in kept.items()}
+    return values | {f"attention.{ours[key]}": type_of(key)(value) for key, value in kept.items()}
 
 
 def type_of(key: str) -> type:
-    """Of a value of yarn."""
+    """Of a value of yarn or llama3."""
     return {"original_max_position_embeddings": int, "truncate": bool}.get(key, float)
 
 
@@ -89,6 +99,9 @@ def _write_rope(model: ModelConfig) -> Values:
         if a.yarn_truncate:
             del scaling["truncate"]
         values |= {"rope_scaling": scaling, "max_position_embeddings": int(a.yarn_factor * a.yarn_original_tokens)}
+    if a.llama3_factor != 1.0:
+        scaling = {"type": "llama3", "rope_type": "llama3", **{key: getattr(a, ours) for key, ours in LLAMA3.items()}}
+        values |= {"rope_scaling": scaling, "max_position_embeddings": int(a.llama3_factor * a.llama3_original_tokens)}
     return values
 
 

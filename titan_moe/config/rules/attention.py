@@ -56,11 +56,11 @@ norm_without_weights_is_after_rope = row(
 
 @rule(
     "weights of layers without the norm would never change",
-    "model.attention.qk_norm_layers qk_norm_has_weights nope_every",
+    "model.attention.qk_norm_layers qk_norm_has_weights nope_every rope_layers",
 )
 def norm_of_rope_layers_has_no_weights(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
-    if a.qk_norm_layers == "rope" and (a.qk_norm_has_weights or not a.nope_every):
+    if a.qk_norm_layers == "rope" and (a.qk_norm_has_weights or (not a.nope_every and a.rope_layers == "all")):
         yield (
             'model.attention.qk_norm_layers = "rope" needs model.attention.qk_norm_has_weights = false and nope_every '
             f"from 1 on, but they are {in_toml(a.qk_norm_has_weights)} and {a.nope_every}"
@@ -69,8 +69,13 @@ def norm_of_rope_layers_has_no_weights(recipe: Recipe, world_size: int) -> Itera
 
 temperature_needs_layers_without_rope = row(
     "the temperature is that of layers without rotary embedding",
-    lambda r: r.model.attention.attn_scale != 0 and r.model.attention.nope_every == 0,
+    lambda r: (
+        r.model.attention.attn_scale != 0
+        and r.model.attention.nope_every == 0
+        and r.model.attention.rope_layers == "all"
+    ),
     "{model.attention.attn_scale} has no effect with {model.attention.nope_every}; it is above 0 where layers lack it",
+    "model.attention.attn_scale nope_every rope_layers sliding_window",
 )
 
 
@@ -126,6 +131,38 @@ def longrope_has_a_divisor_for_each_pair(recipe: Recipe, world_size: int) -> Ite
             yield f"model.attention.{key} has numbers that are not finite and above 0"
 
 
+rope_of_windows_needs_windows = row(
+    "layers with a sliding window have it",
+    lambda r: r.model.attention.rope_layers == "windowed" and r.model.attention.sliding_window == 0,
+    "{model.attention.rope_layers} leaves no layer a rotary embedding with {model.attention.sliding_window}",
+)
+theta_of_windows_needs_windows = row(
+    "it is the base of layers with a sliding window",
+    lambda r: r.model.attention.window_rope_theta != 0 and r.model.attention.sliding_window == 0,
+    "{model.attention.window_rope_theta} has no effect with {model.attention.sliding_window}",
+)
+theta_of_windows_is_a_base = row(
+    "frequencies are negative powers of it",
+    lambda r: 0 < r.model.attention.window_rope_theta <= 1,
+    "{model.attention.window_rope_theta} must be above 1, or 0 for that of other layers",
+)
+llama3_factors_are_ordered = row(
+    "frequencies between the two are blended",
+    lambda r: (
+        r.model.attention.llama3_factor > 1
+        and r.model.attention.llama3_high_freq_factor <= r.model.attention.llama3_low_freq_factor
+    ),
+    "{model.attention.llama3_high_freq_factor} is not above {model.attention.llama3_low_freq_factor}",
+)
+llama3_excludes_others = row(
+    "each extends the context by its own frequencies",
+    lambda r: (
+        r.model.attention.llama3_factor > 1
+        and (r.model.attention.yarn_factor > 1 or r.model.attention.longrope_short_factor)
+    ),
+    "{model.attention.llama3_factor} goes neither with YaRN nor with LongRoPE",
+    "model.attention.llama3_factor yarn_factor longrope_short_factor",
+)
 longrope_excludes_yarn = row(
     "both extend the context, each by its own frequencies",
     lambda r: r.model.attention.longrope_short_factor and r.model.attention.yarn_factor > 1,

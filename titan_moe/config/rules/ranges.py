@@ -66,13 +66,15 @@ SECTIONS: dict[str, dict[str, Range]] = {
     "model.attention": {
         "num_heads num_kv_heads": Range(1, RANKS),
         "head_dim yarn_factor yarn_original_tokens longrope_original_tokens": POSITIVE,
+        "llama3_factor llama3_original_tokens": POSITIVE,
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim": POSITIVE,
         "sliding_window full_attention_every q_lora_rank yarn_mscale yarn_mscale_all_dim": ZERO_OR_MORE,
-        "clip_qkv softmax_scale attn_scale attention_chunk_size": ZERO_OR_MORE,
+        "clip_qkv softmax_scale attn_scale attention_chunk_size window_rope_theta": ZERO_OR_MORE,
         "floor_scale": POSITIVE,
         "nope_every": Range(0, LAYERS),
         "rope_theta": Range(1, includes_low=False),
         "partial_rotary_factor": Range(0, 1, includes_low=False),
+        "llama3_low_freq_factor llama3_high_freq_factor": ABOVE_ZERO,
         "yarn_beta_fast yarn_beta_slow longrope_short_scale longrope_long_scale latent_norm_eps": ABOVE_ZERO,
     },
     "model.moe": {
