@@ -1,5 +1,6 @@
 """Texts go on as transformers continues them, with kept keys and values as with whole forwards."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from support.hf_twins import greedy, ours_for, transformers, twin
 from torch import nn
 
 from titan_moe.checkpoint.hf import load_hf
+from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.layers.attention import GroupedQueryAttention
+from titan_moe.layers.init import init_weights
 from titan_moe.models import generate
 from titan_moe.models.generate import keep_likeliest
 from titan_moe.models.transformer import Transformer
@@ -35,10 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe-tied", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe-tied", "deepseek_v3", "llama4_text", "exaone_moe", "afmoe"])
 def test_texts_go_on_as_in_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Across windows and chunks of 11; rows with prompts of other lengths are as if alone; pieces of prompts."""
-    theirs = twin(name)
+    theirs = twin(name, **({"mup_enabled": False} if name == "afmoe" else {}))  # with it one token is repeated
     theirs.save_pretrained(tmp_path)
     model = ours_for(tmp_path)
     load_hf(model, tmp_path)
@@ -56,6 +59,24 @@ def test_a_forward_has_new_tokens_alone(model: Transformer, monkeypatch: pytest.
     model.generate(padded(0), 4, lengths_B=LENGTHS_B)
     handle.remove()
     assert seen == [3 * 17, 3, 3, 3]
+
+
+@pytest.mark.parametrize("piece", [1, 15])
+def test_latents_are_kept_in_place_of_keys_and_values(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 13 new tokens on, keys are projected from them, else queries are to their width; in fp64 all are equal."""
+    attention = AttentionConfig(
+        kind="mla", num_heads=3, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, q_lora_rank=0
+    )
+    attention = replace(attention, sliding_window=7, window_layers=(1,), attn_scale=0.5, floor_scale=2, nope_every=2)
+    model = Transformer(ModelConfig(vocab_size=61, hidden_size=54, ffn_hidden_size=38, attention=attention)).double()
+    init_weights(model, seed=0, std=0.5, num_layers=2)
+    monkeypatch.setattr(generate, "PROMPT_TOKENS", 3 * piece)
+    forwards = model.cached_forwards(18)
+    with torch.no_grad():
+        logits_BV = forwards(padded(0), LENGTHS_B)
+        torch.testing.assert_close(logits_BV, model.next_logits(padded(0), LENGTHS_B), atol=1e-9, rtol=0)
+    kept = [tuple(x.shape) for layer in forwards.cache.layers.values() for x in layer.kept]
+    assert kept == [(3, 18, 10), (3, 18, 1, 4)] * 2
 
 
 class Shifted(GroupedQueryAttention):

@@ -65,7 +65,7 @@ def causal_attention(
     cache, queries, keys and values are those of new tokens (kv_cache.py).
     """
     if (cache := context.cache) is not None:
-        rows = cache.extend(q_BNHD, k_BNHD, v_BNHD)
+        rows = cache.rows_of(q_BNHD), *cache.extend(k_BNHD, v_BNHD)
         attended = causal_attention(*rows, context._replace(cache=None), scale, sinks_H)
         return cache.as_one_sequence(attended, q_BNHD.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNHD, v_BNHD))
@@ -167,7 +167,8 @@ class GroupedQueryAttention(nn.Module):
         """[B, N, D] -> [B, N, D]."""
         tables = context.cos_NR, context.sin_NR
         q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), *tables, context.has_rope, context.query_factors_N)
-        k_BNHD, v_BNHD = self.gather_keys(k_BNHD, v_BNHD)
+        if context.cache is None:  # which has the keys of all tokens
+            k_BNHD, v_BNHD = self.gather_keys(k_BNHD, v_BNHD)
         gates = () if self.gate is None else (self.gate(x_BND),)
         return self.core(q_BNHD, k_BNHD, v_BNHD, context, *gates)
 
@@ -176,5 +177,6 @@ class GroupedQueryAttention(nn.Module):
     ) -> Tensor:
         """Attention itself, its gate and the output projection: -> [B, N, D]."""
         sinks = () if self.sinks is None else (self.own_heads(self.sinks),)
-        attended_BNX = self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale, *sinks).flatten(2)
+        attend = self.attend if context.cache is None else causal_attention
+        attended_BNX = attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale, *sinks).flatten(2)
         return self.out(attended_BNX if self.apply_gate is None else self.apply_gate(attended_BNX, gates_BNG))

@@ -4,8 +4,8 @@ B rows, each a text · n new tokens of a row · T tokens of a forward (B·n, and
 H heads · D head width
 
 The new tokens of all rows are one sequence of a forward, [1, T]: their rotations have a place each, and ranks of tensor
-parallelism have equal parts of them. Keys and values are kept by head as attention reads them, those of MLA too: its
-latents are narrower, but each step would project all of them again.
+parallelism, and of cp with `ulysses`, have equal parts of them. Keys and values are kept by head as attention reads
+them. Of MLA the latents are kept, and the rotated part of keys, which all heads share.
 """
 
 from typing import NamedTuple
@@ -46,24 +46,28 @@ class KVCache:
 
 
 class LayerCache:
-    """The keys and values of a layer."""
+    """The keys and values of a layer, or what it makes them of."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.kept: list[Tensor] = []
 
-    def extend(self, q_1THD: Tensor, k_1THD: Tensor, v_1THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep new keys and values: queries, keys and values [1, T, H, D] -> [B, n, H, D], and twice [B, S, H, D]."""
-        positions_Bn, num_keys = self.cache.new
-        q, *new = (x[0, : positions_Bn.numel()].unflatten(0, positions_Bn.shape) for x in (q_1THD, k_1THD, v_1THD))
+    def rows_of(self, x_1T: Tensor) -> Tensor:
+        """[1, T, ...] -> [B, n, ...], without padding."""
+        positions_Bn, _ = self.cache.new
+        return x_1T[0, : positions_Bn.numel()].unflatten(0, positions_Bn.shape)
+
+    def extend(self, first_1T: Tensor, second_1T: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep two tensors of new tokens, such as keys and values: [1, T, ...] -> [B, S, ...] each."""
+        (positions_Bn, num_keys), new = self.cache.new, [self.rows_of(x) for x in (first_1T, second_1T)]
         if not self.kept:
             shape = self.cache.num_rows, self.cache.num_places
             self.kept = [x.new_zeros(*shape, *x.shape[2:]) for x in new]  # a masked NaN would still be one
         rows_B1 = torch.arange(self.cache.num_rows, device=positions_Bn.device)[:, None]
         for kept, x in zip(self.kept, new, strict=True):
             kept[rows_B1, positions_Bn] = x
-        keys, values = (kept[:, :num_keys] for kept in self.kept)
-        return q, keys, values
+        first, second = (kept[:, :num_keys] for kept in self.kept)
+        return first, second
 
     def as_one_sequence(self, out_BnHD: Tensor, num_tokens: int) -> Tensor:
         """[B, n, H, D] -> [1, T, H, D], with zeros for padding."""

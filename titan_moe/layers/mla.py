@@ -5,6 +5,7 @@ B batch · N sequence · H heads · D model width
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
@@ -47,13 +48,19 @@ class MultiHeadLatentAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        return self.core(*self.up(*self.down(x_BND, context), context), context)
+        from_BND, latent, k_rope = self.down(x_BND, context)
+        heads = self.up(from_BND, latent, k_rope, context)
+        if context.cache is None:
+            return self.core(*heads, context)
+        return self.out(self.attend_to_cache(heads[0], latent, k_rope, context).flatten(2))
 
     def down(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """What queries are projected from, the normed latent of keys and values, and the rotated part of keys."""
         latent, k_rope = self.kv_down(x_BND).split([self.kv_lora_rank, self.rope_dim], dim=-1)
         k_rope = self.rotate(k_rope[:, :, None], context.cos_NR, context.sin_NR)
-        latent, k_rope = self.gather_keys(self.kv_norm(latent), k_rope)
+        latent = self.kv_norm(latent)
+        if context.cache is None:  # which has those of all tokens
+            latent, k_rope = self.gather_keys(latent, k_rope)
         return self.q_norm(self.q_down(x_BND)), latent, k_rope
 
     def up(self, from_BND: Tensor, latent: Tensor, k_rope: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,3 +74,38 @@ class MultiHeadLatentAttention(nn.Module):
     def core(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context) -> Tensor:
         """Attention itself and the output projection: -> [B, N, D]."""
         return self.out(self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))
+
+    def attend_to_cache(self, q_1THD: Tensor, latent_1TR: Tensor, k_rope_1T1D: Tensor, context: Context) -> Tensor:
+        """Attention of new tokens to the latents of all: -> [1, T, H, D].
+
+        Keys and values are projected again from latents, for many new tokens. For few, queries are projected to the
+        width of latents, and their results back (DeepSeek-V2, section 2.1.2): the projection is that of an identity.
+        """
+        cache, plain = context.cache, context._replace(cache=None)
+        assert cache is not None
+        q_BnHD, (latent_BSR, k_rope_BS1D) = cache.rows_of(q_1THD), cache.extend(latent_1TR, k_rope_1T1D)
+        rank, width, (num_new, num_heads) = self.kv_lora_rank, self.nope_dim + self.v_dim, q_BnHD.shape[1:3]
+        if num_new * (2 * rank - width) >= rank * width:
+            k_nope, v_BSHD = self._project(latent_BSR)
+            k_BSHD = torch.cat([k_nope, k_rope_BS1D.expand(*k_nope.shape[:3], -1)], -1)
+            attended_BnHD = causal_attention(q_BnHD, k_BSHD, v_BSHD, plain, self.scale)
+            return cache.as_one_sequence(attended_BnHD, q_1THD.shape[1])
+        keys_RHC, values_RHV = (x[0] for x in self._project(torch.eye(rank).to(latent_BSR)[None]))
+        q_nope, q_rope = q_BnHD.split([self.nope_dim, self.rope_dim], -1)
+        q_BnHR = torch.cat([torch.einsum("bnhc,rhc->bnhr", q_nope, keys_RHC), q_rope], -1)
+        # one head of keys: so queries of all heads are queries of one, which no kernel repeats keys for
+        queries_BQ1R, mask = q_BnHR.flatten(1, 2)[:, :, None], plain.mask
+        assert isinstance(mask, Tensor)
+        plain = plain._replace(mask=mask.repeat_interleave(num_heads, dim=2))
+        k_BS1R, latent_BS1R = torch.cat([latent_BSR[:, :, None], k_rope_BS1D], -1), latent_BSR[:, :, None]
+        attended_BQ1R = causal_attention(queries_BQ1R, k_BS1R, latent_BS1R, plain, self.scale)
+        attended_BnHR = attended_BQ1R.unflatten(1, (num_new, num_heads))[:, :, :, 0]
+        attended_BnHD = torch.einsum("bnhr,rhv->bnhv", attended_BnHR, values_RHV)
+        return cache.as_one_sequence(attended_BnHD, q_1THD.shape[1])
+
+    def _project(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys without their rotated part and values, [B, N, H, D] each."""
+        keys, values = (
+            self.kv_up(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim)).split([self.nope_dim, self.v_dim], -1)
+        )
+        return keys, values
