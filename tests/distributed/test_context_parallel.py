@@ -39,12 +39,15 @@ def test_context_parallel_checkpoints_load_bit_for_bit_on_other_layouts(
     state.assert_same_state(ranks(num_later, state.resume, after, tmp_path), saved)
 
 
+@pytest.mark.few("cp2-mla", "cp4-allgather-gqa", "cp2-tp2-gqa-window")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "name"),
     [
         pytest.param(2, CP2, "mla", id="cp2-mla"),
         pytest.param(4, replace(CP2, cp=4, cp_kind="allgather"), "gqa", id="cp4-allgather-gqa"),
-        pytest.param(4, replace(CP2_TP2, cp_kind="ulysses"), "gqa", id="cp2-tp2-gqa"),
+        pytest.param(4, replace(CP2_TP2, cp_kind="ulysses"), "gqa-window", id="cp2-tp2-gqa-window"),
+        pytest.param(2, replace(CP2, cp_kind="ring"), "gqa", id="cp2-ring-gqa"),
+        pytest.param(4, CP2_TP2, "mla", id="cp2-tp2-allgather-mla"),
     ],
 )
 def test_context_parallel_ranks_start_alike_and_generate_the_same(

@@ -97,9 +97,13 @@ def test_a_resumed_pipeline_trains_on_as_the_uninterrupted_one(
         assert state.keys() == state_after.keys() and all(torch.equal(state[name], state_after[name]) for name in state)
 
 
-@pytest.mark.parametrize("layout", ["pp4", "pp2-vpp2", "pp2-tp2", "pp2-cp2"])
+WITH_CP = {"pp2-cp2": (4, replace(PP2, cp=2)), "pp2-cp2-allgather": (4, replace(PP2, cp=2, cp_kind="allgather"))}
+
+
+@pytest.mark.few("pp4", "pp2-vpp2", "pp2-tp2", "pp2-cp2")
+@pytest.mark.parametrize("layout", ["pp4", "pp2-vpp2", "pp2-tp2", "pp2-cp2", "pp2-cp2-allgather"])
 def test_stages_keep_parts_of_the_same_initial_weights_validate_and_generate_the_same(ranks: Any, layout: str) -> None:
-    num_ranks, parallel = (LAYOUTS | {"pp2-cp2": (4, replace(PP2, cp=2))})[layout]
+    num_ranks, parallel = (LAYOUTS | WITH_CP)[layout]
     model = "gqa-tied" if layout == "pp4" else "gqa"
     whole, _, loss, tokens = ranks(1, states.describe, pipelines.recipe_of(ParallelConfig(), model))[0]
     seen = ranks(num_ranks, states.describe, pipelines.recipe_of(parallel, model))

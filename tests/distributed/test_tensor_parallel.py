@@ -158,14 +158,16 @@ def test_checkpoints_load_bit_for_bit_on_8_then_1_then_6_ranks(ranks, tmp_path: 
 
 
 def describe(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]], float, Tensor]:
-    """Initial state, local shapes of parameters, the loss of a validation, and generated tokens."""
+    """Initial state, local shapes of parameters, the loss of a validation, and tokens that are generated with a cache
+    and without."""
     built = assemble(recipe, CPU)
     state, parameters = state_of(built), {n: p for part in built.parts for n, p in part.named_parameters()}
     shapes = {name: tuple(p.to_local().shape) for name, p in parameters.items() if isinstance(p, DTensor)}
     batch = one_loss.batch_of(0, recipe.train.micro_batch_sequences, built.meshes, parallel=recipe.parallel)
     loss = validation_loss(built.model, built.parts, [batch], CPU, built.meshes).item()
     with evaluating(built.parts):
-        tokens = built.model.generate(torch.arange(6).view(2, 3), 4)  # lengths that do not divide by 4, too
+        prompts = torch.arange(6).view(2, 3)  # lengths that do not divide by 4, too
+        tokens = torch.cat([built.model.generate(prompts, 4, use_cache=keeps) for keeps in (True, False)])
     return state, shapes, loss, tokens
 
 

@@ -103,6 +103,24 @@ class WholeForwards:
         return self.model(padded_BN)[rows_B, ends_B - 1]
 
 
+class AllTokens:
+    """What a rank takes of the new tokens of a forward, and the logits of some of them: all, where none has a part."""
+
+    num_ranks = 1
+    """So many ranks have equal parts of the tokens."""
+
+    def own(self, tokens_1T: Tensor) -> Tensor:
+        """[1, T] -> this rank's [1, T / ranks]."""
+        return tokens_1T
+
+    def at(self, logits_1TV: Tensor, places_B: Tensor) -> Tensor:
+        """From logits of own tokens to those of the tokens at these places of all, on all ranks: -> [B, V]."""
+        return logits_1TV[0, places_B]
+
+
+ALL_TOKENS = AllTokens()
+
+
 class CachedForwards:
     """`NextLogits` of one text a row, by forwards over new tokens alone: those of the prompts in pieces, then one each.
 
@@ -110,9 +128,11 @@ class CachedForwards:
     shapes.
     """
 
-    def __init__(self, model: Callable[..., Tensor], length_multiple: int, num_places: int) -> None:
-        """`num_places` is the largest length of a row."""
-        self.model, self.length_multiple, self.num_places = model, length_multiple, num_places
+    def __init__(
+        self, model: Callable[..., Tensor], length_multiple: int, num_places: int, part: AllTokens = ALL_TOKENS
+    ) -> None:
+        """`num_places` is the largest length of a row; `part` is what this rank computes."""
+        self.model, self.length_multiple, self.num_places, self.part = model, length_multiple, num_places, part
         self.cache: KVCache | None = None
 
     def __call__(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
@@ -120,26 +140,28 @@ class CachedForwards:
         with torch.compiler.set_stance("force_eager"):
             if self.cache is not None:
                 newest_B1 = ends_B[:, None] - 1
-                return self._forward(self.cache, tokens_BN.gather(1, newest_B1), newest_B1, width)[:, 0]
+                return self._forward(self.cache, tokens_BN.gather(1, newest_B1), newest_B1, width)
             self.cache = KVCache(batch, self.num_places)
             piece, logits_BV = max(PROMPT_TOKENS // batch, 1), None
             for start in range(0, width, piece):
                 stop = min(start + piece, width)
                 places_Bn = torch.arange(start, stop, device=ends_B.device).expand(batch, -1)
-                logits_BnV = self._forward(self.cache, tokens_BN[:, start:stop], places_Bn, stop)
-                place_B = (ends_B - 1 - start).clamp(0, stop - start - 1)
-                here_BV = logits_BnV[torch.arange(batch, device=ends_B.device), place_B]
+                last_B = (ends_B - 1 - start).clamp(0, stop - start - 1)
+                here_BV = self._forward(self.cache, tokens_BN[:, start:stop], places_Bn, stop, last_B)
                 is_here_B1 = ((ends_B > start) & (ends_B <= stop))[:, None]
                 logits_BV = here_BV if logits_BV is None else torch.where(is_here_B1, here_BV, logits_BV)
             assert logits_BV is not None
             return logits_BV
 
-    def _forward(self, cache: KVCache, tokens_Bn: Tensor, places_Bn: Tensor, num_keys: int) -> Tensor:
-        """The logits [B, n, V] of new tokens."""
+    def _forward(
+        self, cache: KVCache, tokens_Bn: Tensor, places_Bn: Tensor, num_keys: int, chosen_B: Tensor | int = 0
+    ) -> Tensor:
+        """The logits [B, V] of a chosen one of each row's new tokens."""
         cache.new = NewTokens(places_Bn, num_keys)
-        tokens_T = tokens_Bn.flatten()
+        tokens_T, (batch, width) = tokens_Bn.flatten(), tokens_Bn.shape
         padded_1T = F.pad(tokens_T, (0, -len(tokens_T) % self.length_multiple))[None]
-        return self.model(padded_1T, None, None, cache)[0, : len(tokens_T)].unflatten(0, tokens_Bn.shape)
+        logits_1TV = self.model(self.part.own(padded_1T), None, None, cache)
+        return self.part.at(logits_1TV, torch.arange(batch, device=tokens_T.device) * width + chosen_B)
 
 
 def _check(width: int, lengths_B: Tensor | None, temperature: float, top_p: float) -> None:

@@ -22,7 +22,7 @@ from titan_moe.layers.kv_cache import KVCache
 from titan_moe.layers.mask import MASKS, Mask, MaskSpec, dense_mask
 from titan_moe.layers.norm import NORMS
 from titan_moe.layers.rope import no_rotation, query_factors, rope_tables
-from titan_moe.models.generate import CachedForwards, NextLogits, TextGenerator, WholeForwards
+from titan_moe.models.generate import ALL_TOKENS, AllTokens, CachedForwards, NextLogits, TextGenerator, WholeForwards
 from titan_moe.models.part import PassThrough, tied_weight
 
 
@@ -41,6 +41,8 @@ class Transformer(nn.Module, TextGenerator):
     """Between layers hidden states are one of so many equal parts of each sequence."""
     tensor_rank = 0
     """Which part of the tokens of a forward that is, of those of a tensor-parallel group."""
+    new_tokens: AllTokens = ALL_TOKENS
+    """What this rank takes of the new tokens of a cache."""
     query_shard: SequenceShard = WHOLE_SEQUENCES
     """The tokens whose queries attend on this rank; those of a forward, or of whole sequences."""
 
@@ -107,7 +109,8 @@ class Transformer(nn.Module, TextGenerator):
     def _of_cache(self, x: Tensor, cache: KVCache) -> dict[str, Context]:
         """By layer, for the new tokens of a cache, which are `x` or have these hidden states."""
         device, (positions_Bn, num_keys) = x.device, cache.new
-        num_ranks = self.num_sequence_ranks if x.is_floating_point() else 1
+        num_tensor_ranks = self.num_sequence_ranks // self.num_context_ranks
+        num_ranks = self.new_tokens.num_ranks * (num_tensor_ranks if x.is_floating_point() else 1)
         places_T = cache.new.padded_positions(x.shape[1] * num_ranks)
         contexts = self._by_layer(
             num_keys,
@@ -147,11 +150,11 @@ class Transformer(nn.Module, TextGenerator):
 
     @property
     def has_cache(self) -> bool:  # type: ignore[override]
-        """Whether forwards over new tokens alone are possible: without cp, and not in a class of other forwards, or
-        with another embedding or attention, which may know nothing of tokens that came before."""
+        """Whether forwards over new tokens alone are possible: not in a class of other forwards, or with another
+        embedding or attention, which may know nothing of tokens that came before."""
         own, keeps = type(self), isinstance(self.embed, nn.Embedding | PassThrough)
         keeps &= own.forward is Transformer.forward and own.contexts is Transformer.contexts
-        return keeps and self.num_context_ranks == 1 and all(keeps_context(block) for block in self.layers.values())
+        return keeps and all(keeps_context(block) for block in self.layers.values())
 
     def next_logits(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
         """Logits [B, V] of the tokens that continue each row, of which row b has `ends_B[b]` tokens."""
@@ -159,7 +162,7 @@ class Transformer(nn.Module, TextGenerator):
 
     def cached_forwards(self, num_places: int) -> NextLogits:
         """The same for rows of up to so many tokens, by forwards over new tokens alone."""
-        return CachedForwards(self, self.length_multiple, num_places)
+        return CachedForwards(self, self.length_multiple, num_places, self.new_tokens)
 
 
 class ScaledEmbedding(nn.Embedding):

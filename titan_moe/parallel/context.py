@@ -39,6 +39,7 @@ from titan_moe.dispatch.collectives import all_gather, all_to_all
 from titan_moe.layers.attention import GroupedQueryAttention
 from titan_moe.layers.mask import MaskSpec
 from titan_moe.layers.mla import MultiHeadLatentAttention
+from titan_moe.models.generate import ALL_TOKENS, AllTokens
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.ring_attention import RingAttention
@@ -73,6 +74,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend
                     module.query_shard = shard
                 if config.cp_kind == "ring":
                     module.make_mask = no_mask
+                module.new_tokens = new_tokens_of(config, group)
                 next_logits = NextLogitsOfParts(module, config.length_multiple, shard, group)
                 module.next_logits = next_logits  # type: ignore[method-assign]
 
@@ -185,6 +187,30 @@ class NextLogitsOfParts:
         last_BV = torch.where(is_last_Bn.any(1, keepdim=True), here_BV, 0.0)
         dist.all_reduce(last_BV, group=self.group)
         return last_BV
+
+
+def new_tokens_of(config: ParallelConfig, group: dist.ProcessGroup) -> AllTokens:
+    """What a rank takes of the new tokens of a cache. With `ulysses` it has the keys of own heads, and a part of the
+    tokens. Otherwise it has the keys of all, and does not exchange any."""
+    return PartOfTokens(group) if config.cp > 1 and config.cp_kind == "ulysses" else ALL_TOKENS
+
+
+class PartOfTokens(AllTokens):
+    """Each rank has a part, in the order of the ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.num_ranks = group, group.size()
+
+    def own(self, tokens_1T: Tensor) -> Tensor:
+        return tokens_1T.chunk(self.num_ranks, dim=1)[self.group.rank()]
+
+    def at(self, logits_1TV: Tensor, places_B: Tensor) -> Tensor:
+        num_own = logits_1TV.shape[1]
+        own_B = places_B - self.group.rank() * num_own
+        is_here_B1 = ((own_B >= 0) & (own_B < num_own))[:, None]
+        logits_BV = torch.where(is_here_B1, logits_1TV[0, own_B.clamp(0, num_own - 1)], 0.0)
+        dist.all_reduce(logits_BV, group=self.group)
+        return logits_BV
 
 
 def _read_own_rows(projection: nn.Module, group: dist.ProcessGroup) -> None:

@@ -152,12 +152,13 @@ def _encoded(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _with_room(recipe: Recipe, ids: Sequence[Sequence[int]], sampling: Sampling) -> Recipe:
-    """The recipe with microbatches as large as any forward: of a piece of prompts, or of whole texts with cp and in a
-    class of the user's own, whose forward may keep no keys."""
+    """The recipe with microbatches as large as any forward: of a piece of prompts, or of whole texts in a class of the
+    user's own, whose forward may keep no keys. All ranks of cp have all tokens of a piece, but with `ulysses`."""
     batch, longest = min(sampling.batch_size, len(ids)), max(map(len, ids)) + sampling.max_tokens
     p, train = recipe.parallel, recipe.train
-    takes_whole = p.cp > 1 or recipe.model.class_ != ModelConfig.class_
-    length, rows = (longest, batch) if takes_whole else (min(batch * longest, max(PROMPT_TOKENS, batch)), 1)
+    length, rows = min(batch * longest, max(PROMPT_TOKENS, batch)), 1 if p.cp_kind == "ulysses" else max(p.cp, 1)
+    if recipe.model.class_ != ModelConfig.class_:
+        length, rows = longest, batch
     of_formats = [multiple_of(recipe.precision, name) for name in recipe.precision.formats]  # no gradient needs them
     multiple = math.lcm(max(p.length_multiple, 1), *(max(p.cp, 1) * max(p.tp, 1) * step for step in of_formats))
     num_microbatches = train.global_batch_sequences // train.micro_batch_sequences

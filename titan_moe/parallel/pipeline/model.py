@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from titan_moe.config.context import sequence_shard
 from titan_moe.layers.kv_cache import KVCache
 from titan_moe.models.generate import CachedForwards, NextLogits, TextGenerator, WholeForwards
-from titan_moe.parallel.context import NextLogitsOfParts
+from titan_moe.parallel.context import NextLogitsOfParts, new_tokens_of
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import activations_like, check_activation
@@ -46,6 +46,7 @@ class PipelinedModel(TextGenerator):
         self.next_own_logits: NextLogits = WholeForwards(self, p.length_multiple)
         if p.cp > 1:
             self.next_own_logits = NextLogitsOfParts(self, p.length_multiple, shard, context)
+        self.new_tokens = new_tokens_of(p, context)
         self.has_cache = all(getattr(part, "has_cache", False) for part in self.stages.values())
 
     @property
@@ -87,7 +88,8 @@ class PipelinedModel(TextGenerator):
 
     def cached_forwards(self, num_places: int) -> NextLogits:
         """The same for rows of up to so many tokens, by forwards over new tokens alone."""
-        return partial(self._from_last_stage, CachedForwards(self, self.config.length_multiple, num_places))
+        forwards = CachedForwards(self, self.config.length_multiple, num_places, self.new_tokens)
+        return partial(self._from_last_stage, forwards)
 
     def _from_last_stage(self, next_logits: NextLogits, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
         logits_BV = next_logits(tokens_BN, ends_B).contiguous()
