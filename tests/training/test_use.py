@@ -145,10 +145,13 @@ def said_on_a_rank(port: int, words: list[str]) -> tuple[int, str]:
 )
 @pytest.mark.few("ep")
 def test_ranks_say_what_one_says(
-    trained: Run, ranks, capsys: pytest.CaptureFixture[str], layout: tuple[str, ...]
+    trained: Run, ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: tuple[str, ...]
 ) -> None:
     data = ("--data.source=text", f"--data.path={trained.texts}/*.txt")
-    for words in (("evaluate", trained.folder, *data), ("generate", trained.folder, "the cat", "--max-tokens=9")):
+    (tmp_path / "prompts.txt").write_text("the cat sat\nand the dog\nthe\n")
+    several = ("generate", trained.folder, f"--prompts={tmp_path}/prompts.txt", "--max-tokens=9", "--temperature=0.1")
+    one = ("generate", trained.folder, "the cat", "--max-tokens=9")
+    for words in (("evaluate", trained.folder, *data), one, several):
         alone = out_of(capsys, *words)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]

@@ -23,11 +23,18 @@ def same(tokens: Tensor) -> Tensor:
     return tokens
 
 
+def all_rows(next_logits: NextLogits, is_cached: bool) -> NextLogits:
+    """The default of `spread`: a rank computes all rows."""
+    return next_logits
+
+
 class TextGenerator:
     """A model that continues texts: a whole one, or all stages of one."""
 
     has_cache: bool
     """Whether forwards over new tokens alone are possible."""
+    new_tokens: "AllTokens"
+    """What this rank takes of them."""
 
     def next_logits(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
         """`NextLogits` by whole forwards."""
@@ -51,6 +58,7 @@ class TextGenerator:
         generator: torch.Generator | None = None,
         use_cache: bool = True,
         agree: Callable[[Tensor], Tensor] = same,
+        spread: Callable[[NextLogits, bool], NextLogits] = all_rows,
     ) -> Tensor:
         """Continue each row by up to `num_tokens`: int64 [B, N] -> [B, N + generated].
 
@@ -64,6 +72,7 @@ class TextGenerator:
 
         Keys and values of earlier tokens are kept. Without `use_cache` or `has_cache` there is a whole forward for
         every token. Collective: `agree` makes the tokens that ranks have chosen equal, so that they end together.
+        `spread` may let ranks compute some of the rows each; it is told whether keys and values are kept.
 
         Raises: ValueError for lengths or options out of range.
         """
@@ -79,7 +88,7 @@ class TextGenerator:
         last_tokens = torch.tensor(sorted(end_tokens), dtype=tokens_BN.dtype, device=device)
         has_ended_B = torch.zeros(batch, dtype=torch.bool, device=device)
         is_cached = use_cache and self.has_cache
-        next_logits = self.cached_forwards(longest + num_tokens) if is_cached else self.next_logits
+        next_logits = spread(self.cached_forwards(longest + num_tokens) if is_cached else self.next_logits, is_cached)
         for end in range(longest, longest + num_tokens):
             next_B = agree(_choose(next_logits(text_BN[:, :end], ends_B), temperature, top_p, generator))
             text_BN[rows_B, ends_B] = next_B = torch.where(has_ended_B, pad, next_B)

@@ -27,9 +27,10 @@ from titan_moe.data.sources import open_for_evaluation, open_source
 from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.layers.attention import attention_backend
-from titan_moe.models.generate import PROMPT_TOKENS
+from titan_moe.models.generate import PROMPT_TOKENS, NextLogits, TextGenerator
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.pipeline.model import Model, whole_model
+from titan_moe.parallel.spread_rows import spread
 from titan_moe.plan.resolved import Resolved
 from titan_moe.run.device import is_first_of_node
 from titan_moe.run.process import process_group
@@ -101,7 +102,7 @@ class Text(NamedTuple):
 
 
 def generate(recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], sampling: Sampling) -> list[Text]:
-    """Continue texts, or answer conversations, on all ranks alike. Collective.
+    """Continue texts, or answer conversations: ranks of dp compute some of them each, and all get all. Collective.
 
     Raises: RecipeError or HuggingFaceError if the model cannot be loaded, or a prompt has no token.
     """
@@ -122,6 +123,8 @@ def generate(recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], sa
             tokens_BN = torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in batch], device=use.device)
             options: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "end_tokens": ends}
             options |= {"lengths_B": lengths_B, "generator": generator, "agree": _first_ranks}
+            if isinstance(use.model, TextGenerator):  # a class of one's own may have fewer options
+                options["spread"] = partial(_spread, use)
             continued_BN = use.model.generate(tokens_BN, sampling.max_tokens, **options)
             for i, row in zip(batch, continued_BN.tolist(), strict=True):
                 added = row[len(ids[i]) : len(ids[i]) + sampling.max_tokens]
@@ -164,6 +167,12 @@ def _with_room(recipe: Recipe, ids: Sequence[Sequence[int]], sampling: Sampling)
     num_microbatches = train.global_batch_sequences // train.micro_batch_sequences
     sizes: dict[str, Any] = {"seq_len_tokens": -(-length // multiple) * multiple, "micro_batch_sequences": rows}
     return replace(recipe, train=replace(train, **sizes, global_batch_sequences=rows * num_microbatches))
+
+
+def _spread(use: Loaded, next_logits: NextLogits, is_cached: bool) -> NextLogits:
+    """Rows by rank. Ranks of cp have parts of the same tokens in whole forwards, and with `ulysses`."""
+    model: Any = use.model
+    return spread(next_logits, use.meshes, over_cp=is_cached and model.new_tokens.num_ranks == 1)
 
 
 def _first_ranks(tokens_B: Tensor) -> Tensor:
