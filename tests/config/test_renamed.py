@@ -132,7 +132,7 @@ recompute_activations                   memory.recompute
 offload_modules                         memory.offload
 moe_layer_freq                          model.moe_every
 moe_router_enable_expert_bias           model.moe.bias_update_speed
-moe_router_load_balancing_type          model.moe.aux_loss_coef
+moe_router_load_balancing_type          model.moe.aux_losses.sequence
 moe_router_pre_softmax                  model.moe.normalize_topk (the opposite
 moe_router_dtype                        no field
 moe_aux_loss_coeff                      model.moe.aux_loss_coef

@@ -246,6 +246,10 @@ BROKEN = {
         'which model.moe.group_score = "top_share_sum" needs',
     ),
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
+    "sequence_loss_is_given_once": (
+        "--model.moe.aux_loss_coef=0.1 --model.moe.aux_losses.sequence=0.2",
+        "aux_loss_coef = 0.1 and model.moe.aux_losses.sequence = 0.2",
+    ),
     "pipeline_options_need_pp": (
         "--parallel.vpp=2",
         "parallel.vpp = 2 needs a pipeline, but parallel.pp = 1",

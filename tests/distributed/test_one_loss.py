@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import _get_work_registry_size
 from torch._dynamo.utils import counters
 
 from titan_moe.config import Recipe
+from titan_moe.config.balance import AuxLosses
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
@@ -304,6 +305,40 @@ def test_one_loss_on_layouts(ranks, alone: dict[int, Trace], parallel: ParallelC
     for trace in run(ranks, 2, candidate, -1, num_steps):
         assert len(trace.losses) == num_steps
         assert_same(trace, alone[-1], 1e-9)
+
+
+KINDS = replace(
+    MODEL,
+    attention=replace(ATTENTION, num_heads=4, num_kv_heads=4),
+    moe=replace(MOE, aux_loss_coef=0.0, aux_losses=AuxLosses(sequence=1e-2, global_batch=0.1)),
+)
+"""Balanced over each sequence and over the batch of a step."""
+
+
+@pytest.fixture(scope="module")
+def alone_over_batches(ranks) -> Trace:
+    """One process, with one microbatch."""
+    return run(ranks, 1, recipe(ALONE, micro_batch_sequences=SEQUENCES, model=KINDS), -1, FEW)[0]
+
+
+@pytest.mark.few("microbatches", "pp2-dp2", "cp2-tp2")
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "micro_batch_sequences"),
+    [
+        pytest.param(1, ALONE, 2, id="microbatches"),
+        pytest.param(4, ParallelConfig(ep=2, dispatcher="alltoall"), 2, id="dp4"),
+        pytest.param(4, ParallelConfig(pp=2), 2, id="pp2-dp2"),
+        pytest.param(4, ParallelConfig(cp=2, tp=2, ep=2, dispatcher="alltoall"), SEQUENCES, id="cp2-tp2"),
+        pytest.param(2, ParallelConfig(ep=2, dispatcher="alltoall", accumulate_unsharded=True), 2, id="unsharded"),
+    ],
+)
+def test_one_loss_balanced_over_the_batch(
+    ranks, alone_over_batches: Trace, num_ranks: int, parallel: ParallelConfig, micro_batch_sequences: int
+) -> None:
+    for trace in run(
+        ranks, num_ranks, recipe(parallel, micro_batch_sequences=micro_batch_sequences, model=KINDS), -1, FEW
+    ):
+        assert_same(trace, alone_over_batches, 1e-9)
 
 
 GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, qkv_bias=True, sinks=True)

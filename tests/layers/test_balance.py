@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from titan_moe.config.balance import AuxLosses
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.layers.router import TopKRouter
 from titan_moe.parallel.balance import scale_balancing_losses
@@ -67,6 +68,61 @@ def test_balance_losses_and_gradients_equal_the_published_formulas(reduction: st
         assert balance.norm() > 1e-4
         torch.testing.assert_close(got, main + balance, atol=1e-10, rtol=0)
     torch.testing.assert_close(router.balance.aux_loss, scale * loss.detach(), atol=1e-10, rtol=0)
+
+
+def batch_loss(logits_BNE: Tensor, kind: str, moe: MoEConfig) -> Tensor:
+    """A mean over tokens: the loss of all tokens together, one after the other (arXiv:2501.11873)."""
+    scores_TE = (logits_BNE.softmax(-1) if moe.score_fn == "softmax" else logits_BNE.sigmoid()).flatten(0, 1)
+    loss, num_tokens = logits_BNE.new_zeros(()), len(scores_TE)
+    for i in range(moe.num_experts):
+        count = sum(int(i in scores_E.topk(moe.top_k).indices) for scores_E in scores_TE)
+        share = sum(scores_E[i] / scores_E.sum() for scores_E in scores_TE) / num_tokens
+        loss = loss + moe.num_experts / (moe.top_k * num_tokens) * count * share
+    return getattr(moe.aux_losses, kind) * loss
+
+
+@pytest.mark.parametrize("reduction", WEIGHTS)
+@pytest.mark.parametrize(
+    ("score_fn", "aux_losses"),
+    [
+        ("softmax", AuxLosses(microbatch=0.2)),
+        ("sigmoid", AuxLosses(global_batch=0.2)),
+        ("sigmoid", AuxLosses(sequence=0.3, microbatch=0.2, global_batch=0.1)),
+    ],
+    ids=["microbatch", "global_batch", "all"],
+)
+def test_balance_losses_of_several_kinds(reduction: str, score_fn: str, aux_losses: AuxLosses) -> None:
+    moe = replace(MOE, score_fn=score_fn, aux_loss_coef=0.0, z_loss_coef=0.0, aux_losses=aux_losses)
+    router, x_BND = build(moe, reduction=reduction), tokens()
+    scores_TK, ids_TK = router(x_BND)
+    (actual,) = torch.autograd.grad(scores_TK, router.weight, torch.zeros_like(scores_TK))
+    logits_BNE, ids_BNK = x_BND @ router.weight.T, ids_TK.view(SEQUENCES, TOKENS, -1)
+    per_sequence = published_losses(logits_BNE, ids_BNK, replace(moe, aux_loss_coef=aux_losses.sequence))
+    both = sum(batch_loss(logits_BNE, kind, moe) for kind in ("microbatch", "global_batch"))
+    loss = WEIGHTS[reduction] * (per_sequence + SEQUENCES * TOKENS * both)
+    torch.testing.assert_close(router.balance.aux_loss, loss.detach(), atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, torch.autograd.grad(loss, router.weight)[0], atol=1e-10, rtol=0)
+
+
+def test_balance_loss_of_microbatches_that_are_counted_ahead_is_that_of_their_batch() -> None:
+    moe = replace(MOE, aux_loss_coef=0.0, z_loss_coef=0.0, aux_losses=AuxLosses(global_batch=0.2))
+    whole, parts, x_BND = build(moe), build(moe), tokens()
+    whole(x_BND)[0].sum().backward()
+    parts.balance.counts_ahead = True
+    for _ in range(2):
+        parts.balance.batch_counts_E.zero_()
+        with torch.no_grad():
+            for x_ND in x_BND:
+                parts(x_ND[None])
+    assert parts.balance.batch_counts_E.sum() == SEQUENCES * TOKENS * moe.top_k
+    for x_ND in x_BND:
+        parts(x_ND[None])[0].sum().backward()
+    torch.testing.assert_close(parts.weight.grad, whole.weight.grad, atol=1e-10, rtol=0)
+    torch.testing.assert_close(parts.balance.aux_loss, whole.balance.aux_loss, atol=1e-10, rtol=0)
+    by_itself = build(moe)
+    for x_ND in x_BND:
+        by_itself(x_ND[None])[0].sum().backward()
+    assert not torch.allclose(by_itself.weight.grad, whole.weight.grad)
 
 
 SELECTIONS = {
@@ -147,6 +203,21 @@ def test_balance_gradient_beside_a_bias_is_that_of_megatron_core(speed: float) -
     (expected,) = torch.autograd.grad(loss, router.weight)
     assert torch.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 1 - 1e-12
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["microbatch", "global_batch"])
+def test_balance_gradients_of_other_kinds_are_those_of_megatron_core(kind: str) -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    moe = replace(MOE, aux_loss_coef=0.0, z_loss_coef=0.0, aux_losses=AuxLosses(**{kind: 0.3}))
+    router, x_BND = build(moe, reduction="mean"), tokens()
+    scores_TK, _ = router(x_BND)
+    (actual,) = torch.autograd.grad((0.0 * scores_TK).sum(), router.weight)
+    logits_TE = (x_BND @ router.weight.T).flatten(0, 1)
+    counted_TE, probs_TE = moe_utils.compute_routing_scores_for_aux_loss(logits_TE, moe.top_k, "softmax")
+    sizes = (len(logits_TE), moe.top_k, moe.num_experts)
+    loss = moe_utils.switch_load_balancing_loss_func(probs_TE, counted_TE.sum(0), *sizes, 0.3)
+    torch.testing.assert_close(router.balance.aux_loss, loss.detach(), atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(actual, torch.autograd.grad(loss, router.weight)[0], atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("aux_loss_coef", [0.0, 0.3])

@@ -135,6 +135,7 @@ def test_init_resets_every_buffer() -> None:
     assert {name.rpartition(".")[2] for name in buffers} == {
         "expert_bias_E",
         "tokens_per_expert_E",
+        "batch_counts_E",
         "aux_loss",
         "scale",
     }

@@ -6,6 +6,7 @@ from typing import Literal
 
 from titan_moe.config.adapter import AdapterConfig
 from titan_moe.config.attention import AttentionConfig
+from titan_moe.config.balance import AuxLosses
 from titan_moe.config.swiglu import SwiGLU
 
 Layers = range | tuple[int, ...]
@@ -72,6 +73,8 @@ class MoEConfig:
     """Coefficient of the per-sequence load-balancing loss (arXiv:2101.03961, arXiv:2412.19437 section 2.1.2); 0
     disables it. It counts the K best scores of a token, whatever the bias and the groups select, also a bias that
     stays. Typical values are 1e-2 to 1e-4."""
+    aux_losses: AuxLosses = field(default_factory=AuxLosses)
+    """The coefficients of load-balancing losses, by kind."""
     z_loss_coef: float = 0.0
     """Coefficient of the router z-loss, the mean squared logsumexp of the logits (arXiv:2202.08906); 0 disables it. A
     typical value is 1e-3."""
@@ -79,6 +82,11 @@ class MoEConfig:
     """Step size of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once per optimizer step. With 0
     the bias stays: zero, or that of a checkpoint. The bias selects and the scores alone weigh. A typical value is 1e-3
     with sigmoid scores. Those of softmax (Ernie 4.5) are about 1 / num_experts, so smaller steps balance as finely."""
+
+    @property
+    def aux_coefs(self) -> AuxLosses:
+        """The coefficients by kind, with that of `aux_loss_coef`."""
+        return replace(self.aux_losses, sequence=self.aux_losses.sequence or self.aux_loss_coef)
 
     @property
     def swiglu(self) -> SwiGLU:

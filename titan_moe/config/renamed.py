@@ -128,7 +128,8 @@ SPELLINGS = {
     "model.moe.bias_update_speed (true -> 1e-3, false -> 0)": "moe_router_enable_expert_bias use_expert_bias",
     "model.moe.aux_loss_coef": "moe_aux_loss_coeff aux_loss_alpha moe_aux_loss_coef",
     "model.moe.aux_loss_coef (another formula: of each sequence and layer)": "router_aux_loss_coef",
-    'model.moe.aux_loss_coef ("seq_aux_loss" is the only kind, "none" -> 0)': "moe_router_load_balancing_type",
+    'model.moe.aux_losses.sequence ("seq_aux_loss"; "aux_loss" -> microbatch, "global_aux_loss" -> global_batch)': ""
+    "moe_router_load_balancing_type",
     "model.moe.z_loss_coef": "moe_z_loss_coeff router_z_loss_coef moe_z_loss_coef",
     "model.moe.swiglu_limit": "activation_func_clamp_value",
     "model.moe.swiglu_up_offset": "glu_linear_offset",

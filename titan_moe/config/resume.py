@@ -36,6 +36,7 @@ CHANGES: dict[str, Change] = {
     "model.init_std": FREE,
     "model.embedding_init_std": FREE,
     "model.moe.aux_loss_coef": LOGGED,
+    "model.moe.aux_losses": LOGGED,
     "model.moe.z_loss_coef": LOGGED,
     "model.moe.bias_update_speed": LOGGED,
     "parallel": FREE,

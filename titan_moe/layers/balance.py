@@ -1,15 +1,18 @@
-"""Load balancing of experts: token counts, the per-sequence auxiliary loss, the router z-loss.
+"""Load balancing of experts: token counts, the auxiliary losses, the router z-loss.
 
 B batch · N sequence · E experts · K choices a token
 
 Per sequence: `L = coef · Σ_i f_i · P_i` with `f_i = E / (K·N) · count_i` and P_i the mean normalised score of expert i
-(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). count_i is the number of tokens with expert i
+(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). Of a microbatch and of the batch of an optimizer
+step it is the same with the counts and scores of all their tokens (arXiv:2501.11873); P_i of a batch is a sum over
+microbatches, so one needs no more than f_i of the whole batch. count_i is the number of tokens with expert i
 among the top K of their scores, without bias and groups (eq. 18). So the loss balances the scores, and a bias that
 balances the load does not hide their imbalance. The bias update and the load metrics count the selected experts.
 Where a sequence is split over ranks, the sums of a sequence are those of all its ranks, so the loss does not depend on
 the layout.
 
-A mean over sequences, this is Megatron Core's `seq_aux_loss`, summed over layers, and with one sequence its `aux_loss`.
+A mean over sequences, this is Megatron Core's `seq_aux_loss`, summed over layers; the others are its `aux_loss` and
+`global_aux_loss`. Megatron's gradients of the last have the loads of the microbatches so far.
 Mixtral's in transformers is K times as large, a mean over layers, and counts all tokens of a batch together.
 """
 
@@ -69,29 +72,37 @@ class LoadBalance(WideBuffers):
     accumulation and share of labels.
     If a layout splits sequences, `num_sequence_ranks` have a part of each, and `sum_over_tokens` sums over them; all of
     them then have the same losses, and each has the gradients of its own tokens. The default is the identity.
+    For the loss of the whole batch, `sum_over_batch` sums the counts of one microbatch over the ranks that have others;
+    the default is the identity. With several microbatches they are counted ahead: while `counts_ahead`, forwards
+    without gradients add to `batch_counts_E`, and those with gradients read it.
     """
 
     wide_buffers = ("aux_loss", "scale")
     tokens_per_expert_E: Tensor
+    batch_counts_E: Tensor
     aux_loss: Tensor
     scale: Tensor
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.aux_loss_coef, self.z_loss_coef = config.aux_loss_coef, config.z_loss_coef
+        self.coefs, self.z_loss_coef = config.aux_coefs, config.z_loss_coef
         self.num_experts, self.top_k = config.num_experts, config.top_k
         self.reduction: LossReduction = "mean"
         self.num_sequence_ranks = 1
         self.sum_over_tokens: Callable[[Tensor, Tensor, Tensor], Sums] = _whole_sequences
+        self.sum_over_batch: Callable[[Tensor], Tensor] = _whole_batch
+        self.counts_ahead = False
         self.register_buffer(
             "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
         )
+        self.register_buffer("batch_counts_E", torch.zeros_like(self.tokens_per_expert_E), persistent=False)
         self.register_buffer("aux_loss", torch.zeros((), dtype=torch.float32), persistent=False)
         self.register_buffer("scale", torch.ones((), dtype=torch.float32), persistent=False)
 
     def reset_buffers(self) -> None:
         """Zero the counts and the auxiliary loss, and reset the scale."""
         self.tokens_per_expert_E.zero_()
+        self.batch_counts_E.zero_()
         self.aux_loss.zero_()
         self.scale.fill_(1.0)
 
@@ -105,12 +116,19 @@ class LoadBalance(WideBuffers):
         num_tokens *= self.num_sequence_ranks
         weight = 1.0 / max(num_sequences * num_tokens, 1) if self.reduction == "mean" else 1.0
         # a loss with coefficient 0 is detached: its backward would only add zeros
-        share_sums_BE = routing.share_sums_BE if self.aux_loss_coef else routing.share_sums_BE.detach()
+        share_sums_BE = routing.share_sums_BE if self.coefs.are_used else routing.share_sums_BE.detach()
         z_sum = routing.z_sum if self.z_loss_coef else routing.z_sum.detach()
         share_sums_BE, counts_BE, z_sum = self.sum_over_tokens(share_sums_BE, routing.aux_counts_BE, z_sum)
-        factor = weight * self.aux_loss_coef * self.num_experts / (self.top_k * max(num_tokens, 1))
+        factor = weight * self.coefs.sequence * self.num_experts / (self.top_k * max(num_tokens, 1))
         # each sequence is weighted by its number of tokens, like the main loss
         aux_loss = (counts_BE.to(share_sums_BE.dtype) * share_sums_BE).sum() * factor
+        if self.coefs.microbatch:
+            factor = weight * self.coefs.microbatch * self.num_experts
+            factor /= self.top_k * max(num_sequences * num_tokens, 1)
+            aux_loss = aux_loss + (counts_BE.sum(0).to(share_sums_BE.dtype) * share_sums_BE.sum(0)).sum() * factor
+        if self.coefs.global_batch:
+            loads_E = self._batch_loads(counts_BE.sum(0), share_sums_BE.dtype)
+            aux_loss = aux_loss + (loads_E * share_sums_BE.sum(0)).sum() * (weight * self.coefs.global_batch)
         aux_loss = aux_loss + weight * self.z_loss_coef * z_sum
         selected_counts_E = routing.counts_BE.sum(0)
         if torch.is_grad_enabled() and not routing.topk_scores_BNK.requires_grad:  # no backward comes here
@@ -125,6 +143,16 @@ class LoadBalance(WideBuffers):
             self.aux_loss,
             self.scale,
         )
+
+    def _batch_loads(self, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
+        """The load of each expert over the mean, f_i, in the whole batch, given the counts of this microbatch."""
+        if not self.counts_ahead:
+            counts_E = self.sum_over_batch(counts_E)
+        elif torch.is_grad_enabled():
+            counts_E = self.batch_counts_E
+        else:
+            self.batch_counts_E.add_(counts_E.to(self.batch_counts_E.dtype))
+        return counts_E.to(dtype) * (self.num_experts / counts_E.sum().clamp(min=1).to(dtype))
 
 
 @contextmanager
@@ -142,3 +170,8 @@ def repeated(balances: Iterable[LoadBalance]) -> Iterator[None]:
 def _whole_sequences(share_sums_BE: Tensor, counts_BE: Tensor, z_sum: Tensor) -> Sums:
     """The default of `LoadBalance.sum_over_tokens`."""
     return share_sums_BE, counts_BE, z_sum
+
+
+def _whole_batch(counts_E: Tensor) -> Tensor:
+    """The default of `LoadBalance.sum_over_batch`."""
+    return counts_E

@@ -44,7 +44,7 @@ class TopKRouter(WideBuffers):
             moe.group_score,
             moe.normalize_topk,
             moe.route_scale,
-            counts_by_score=moe.aux_loss_coef > 0,
+            counts_by_score=moe.aux_coefs.are_used,
             sparsemixer_jitter=moe.sparsemixer_jitter,
         )
         self.logits = ROUTER_LOGITS[kernels.router]

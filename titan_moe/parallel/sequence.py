@@ -34,7 +34,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 module.tensor_rank = meshes.dense.get_local_rank("tp")
             case LoadBalance():
                 module.num_sequence_ranks = num_ranks
-                if module.aux_loss_coef or module.z_loss_coef:
+                if module.coefs.are_used or module.z_loss_coef:
                     module.sum_over_tokens = SumOverRanks(meshes.sequence_group)
 
 
@@ -61,7 +61,8 @@ def by_rank(labels_BN: Tensor, num_ranks: int) -> Tensor:
 
 
 @torch.library.custom_op("titan_moe::sum_over_ranks", mutates_args=())
-def _sum_over_ranks(x: Tensor, group: str) -> Tensor:
+def sum_over_ranks(x: Tensor, group: str) -> Tensor:
+    """The sum over the ranks of a group, of which each keeps the gradient of its own summand."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_resolve_process_group(group))
     return total
@@ -71,9 +72,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Backward needs nothing."""
 
 
-_sum_over_ranks.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+sum_over_ranks.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
 # every rank computes the same loss of the sum, and keeps the gradient of its own part
-_sum_over_ranks.register_autograd(lambda ctx, grad: (grad.clone(), None), setup_context=_save)
+sum_over_ranks.register_autograd(lambda ctx, grad: (grad.clone(), None), setup_context=_save)
 
 
 class SumOverRanks:
@@ -84,6 +85,6 @@ class SumOverRanks:
 
     def __call__(self, share_sums_BE: Tensor, counts_BE: Tensor, z_sum: Tensor) -> Sums:
         own = [share_sums_BE.flatten(), counts_BE.flatten().to(share_sums_BE.dtype), z_sum[None]]
-        total = _sum_over_ranks(torch.cat(own), self.group_name)
+        total = sum_over_ranks(torch.cat(own), self.group_name)
         shares, counts, z = total.split([share_sums_BE.numel(), counts_BE.numel(), 1])
         return shares.view_as(share_sums_BE), counts.view_as(counts_BE), z[0]

@@ -31,6 +31,7 @@ from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
 from titan_moe.parallel import arena, context, expert, fsdp, masters, sequence, symm_memory, tensor, tensor_overlap
 from titan_moe.parallel.balance import ExpertBalancer, count_experts
+from titan_moe.parallel.batch_counts import BatchCounts, sum_counts_of_batch
 from titan_moe.parallel.grads import ReplicatedGrads
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.pipeline import stages, weight_grads
@@ -45,7 +46,7 @@ from titan_moe.precision import policy
 from titan_moe.training.capacity_control import CapacityControl, FixedCapacity, LargestNeed, largest_factor, missing_gib
 from titan_moe.training.clone_control import CloneControl
 from titan_moe.training.controller import Controller
-from titan_moe.training.forward_backward import build_forward_backward
+from titan_moe.training.forward_backward import build_forward_backward, counting_ahead
 from titan_moe.training.model_class import check_interface, check_parts, import_model_class
 from titan_moe.training.peak_memory import PeakMemory
 from titan_moe.training.skips import Skips
@@ -85,11 +86,13 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     tied = find_tied_embedding(parts, resolved, meshes, is_tied=is_tied)
     spikes = [Spikes(recipe.train.spike_sigmas, device)] if recipe.train.spike_sigmas else []
-    routing = StepRouting(parts, recipe.model, meshes)
+    routing, whole = StepRouting(parts, recipe.model, meshes), whole_model(parts, resolved, meshes)
+    forward_backward = build_forward_backward(parts, resolved, meshes, tied, queue, capacity=capacity, routing=routing)
+    if recipe.model.moe.aux_losses.global_batch:
+        counts = BatchCounts(parts, meshes)
+        forward_backward = counting_ahead(forward_backward, whole, parts, counts, capacity=capacity, routing=routing)
     step = TrainStep(
-        forward_backward=build_forward_backward(
-            parts, resolved, meshes, tied, queue, capacity=capacity, routing=routing
-        ),
+        forward_backward=forward_backward,
         optimizers=optimizers,
         balancer=ExpertBalancer(parts, meshes.world_group, num_experts),
         capacity=capacity,
@@ -111,7 +114,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         forced_step=_force_load(parts, recipe, device),
         memory=memory,
     )
-    return Assembly(meshes, whole_model(parts, resolved, meshes), parts, optimizers, schedule, runner)
+    return Assembly(meshes, whole, parts, optimizers, schedule, runner)
 
 
 def _force_load(parts: list[nn.Module], recipe: Recipe, device: torch.device) -> torch.Tensor | None:
@@ -200,6 +203,7 @@ def build_parts(
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
         context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
+        sum_counts_of_batch(part, meshes)
         weight_grads.apply(part, queue, recipe.compile, device)  # delays those of what will not be compiled
         borders = recompute.borders(part, resolved.recompute) | offload.borders(part, resolved.offload)
         regional.apply(part, recipe.compile, device, borders)  # pieces: the hooks of FSDP stay outside the graphs

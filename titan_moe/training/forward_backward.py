@@ -4,6 +4,7 @@ M microbatches · B sequences of a microbatch · N tokens of a sequence
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
+from titan_moe.parallel import fsdp
+from titan_moe.parallel.batch_counts import BatchCounts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.forward_backward import Pipeline
+from titan_moe.parallel.pipeline.model import Model
 from titan_moe.parallel.pipeline.stages import TiedEmbedding
 from titan_moe.parallel.routing import StepRouting
 from titan_moe.parallel.unsharded_experts import caching_casts
@@ -41,6 +45,32 @@ def build_forward_backward(
     if p.pp > 1 or p.overlap == "microbatch" or p.accumulate_unsharded:
         return Pipeline(parts, resolved, meshes, tied, queue, capacity=capacity, routing=routing)
     return partial(forward_backward, *parts, routing=routing)
+
+
+def counting_ahead(
+    forward_backward: ForwardBackward,
+    model: Model,
+    parts: list[nn.Module],
+    counts: BatchCounts,
+    *,
+    capacity: ExpertCapacity,
+    routing: StepRouting,
+) -> ForwardBackward:
+    """Let a step of several microbatches run all their forwards first, so that balancing losses have its counts."""
+
+    def run(batch: Batch, scale: Tensor) -> Tensor:
+        if counts.start(len(batch.tokens_MBN)):
+            with torch.no_grad(), counts.counting(), capacity.unbounded():
+                for number, microbatch in enumerate(batch.microbatches()):
+                    with ExitStack() as replays:
+                        for part in parts:
+                            replays.enter_context(routing.of(part, number))
+                        model(*microbatch)
+            for part in parts:
+                fsdp.reshard_all(part)
+        return forward_backward(batch, scale)
+
+    return run
 
 
 def forward_backward(model: nn.Module, batch: Batch, scale: Tensor, *, routing: StepRouting) -> Tensor:

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import RECOMPUTABLE, recompute_of
-from titan_moe.config.rules.rule import rule
+from titan_moe.config.rules.rule import data_parallel_ranks, rule
 
 
 @rule(
     "a CUDA graph replays its capture without the host",
-    "run.device parallel.dispatcher ep cp_kind perf.kernels perf.override.experts memory.recompute",
+    "run.device parallel.dispatcher ep cp_kind perf.kernels perf.override.experts memory.recompute "
+    "model.moe.aux_losses.global_batch",
 )
 def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.run.device == "cpu":
@@ -23,6 +24,12 @@ def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             'parallel.cp_kind = "ring" overlaps point-to-point messages with its kernels, which has not been tested in '
             "a capture"
+        )
+    microbatch = recipe.train.micro_batch_sequences * data_parallel_ranks(recipe, world_size)
+    if recipe.model.moe.aux_losses.global_batch > 0 and recipe.train.global_batch_sequences > microbatch:
+        yield (
+            f"model.moe.aux_losses.global_batch = {recipe.model.moe.aux_losses.global_batch:g} counts the microbatches "
+            "of a step ahead, which has not been tested in a capture"
         )
     for name in recompute_of(recipe).layers if recipe.model.class_ != ModelConfig.class_ else ():
         if RECOMPUTABLE[name].how == "checkpoint":

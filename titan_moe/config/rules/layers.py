@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from titan_moe.config.attention import AttentionConfig
+from titan_moe.config.balance import AuxLosses
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.perf import PerfConfig
@@ -20,8 +21,15 @@ from titan_moe.config.rules.rule import Rule, rule
 from titan_moe.config.schema import Key, in_toml, keys_of, type_in_words, value_of
 from titan_moe.config.ways_out import Search
 
-SECTIONS = {"model": ModelConfig, "model.attention": AttentionConfig, "model.moe": MoEConfig, "kernels": Kernels}
+SECTIONS = {
+    "model": ModelConfig,
+    "model.attention": AttentionConfig,
+    "model.moe": MoEConfig,
+    "model.moe.aux_losses": AuxLosses,
+    "kernels": Kernels,
+}
 """Fields that a derived class adds are its own."""
+OF_MOE_SECTIONS = ["model.moe", "model.moe.aux_losses"]
 NUMBERS = {int: Integral, float: Real}
 
 
@@ -78,7 +86,7 @@ def check_moe(config: ModelConfig, kernels: Kernels) -> None:
 
     Raises: ValueError with all problems and their ways out.
     """
-    _refuse(Layers(config, kernels), ["model.moe"], OF_MOE)
+    _refuse(Layers(config, kernels), OF_MOE_SECTIONS, OF_MOE)
 
 
 def check_attention(config: ModelConfig, kernels: Kernels) -> None:
@@ -95,7 +103,7 @@ def check_model(config: ModelConfig, kernels: Kernels) -> None:
     Raises: ValueError with all problems and their ways out.
     """
     rules = [*OF_A_MODEL, *OF_EXPERTS] if config.num_moe_layers > 0 else OF_A_MODEL
-    _refuse(Layers(config, kernels), ["model.attention", "model.moe"], rules)
+    _refuse(Layers(config, kernels), ["model.attention", *OF_MOE_SECTIONS], rules)
 
 
 def _refuse(layers: Layers, parts: list[str], rules: list[Rule]) -> None:

@@ -69,6 +69,12 @@ shared_gate_needs_shared_experts = row(
     steps=lambda r: [r.model.moe.ffn_hidden_size],
 )
 
+sequence_loss_is_given_once = row(
+    "both are the coefficient of the auxiliary loss of each sequence",
+    lambda r: r.model.moe.aux_loss_coef > 0 and r.model.moe.aux_losses.sequence > 0,
+    "{model.moe.aux_loss_coef} and {model.moe.aux_losses.sequence}",
+)
+
 
 @rule(
     "sparsemixer takes two experts of all, and weighs each by itself",
