@@ -208,13 +208,13 @@ def test_balance_gradient_beside_a_bias_is_that_of_megatron_core(speed: float) -
 @pytest.mark.parametrize("kind", ["microbatch", "global_batch"])
 def test_balance_gradients_of_other_kinds_are_those_of_megatron_core(kind: str) -> None:
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
-    moe = replace(MOE, aux_loss_coef=0.0, z_loss_coef=0.0, aux_losses=AuxLosses(**{kind: 0.3}))
-    router, x_BND = build(moe, reduction="mean"), tokens()
+    losses = {"aux_loss_coef": 0.0, "z_loss_coef": 0.0, "aux_losses": AuxLosses(**{kind: 0.3})}
+    router, x_BND = build(replace(MOE, score_fn="sigmoid", **losses), reduction="mean"), tokens()
     scores_TK, _ = router(x_BND)
     (actual,) = torch.autograd.grad((0.0 * scores_TK).sum(), router.weight)
     logits_TE = (x_BND @ router.weight.T).flatten(0, 1)
-    counted_TE, probs_TE = moe_utils.compute_routing_scores_for_aux_loss(logits_TE, moe.top_k, "softmax")
-    sizes = (len(logits_TE), moe.top_k, moe.num_experts)
+    counted_TE, probs_TE = moe_utils.compute_routing_scores_for_aux_loss(logits_TE, MOE.top_k, "sigmoid")
+    sizes = (len(logits_TE), MOE.top_k, MOE.num_experts)
     loss = moe_utils.switch_load_balancing_loss_func(probs_TE, counted_TE.sum(0), *sizes, 0.3)
     torch.testing.assert_close(router.balance.aux_loss, loss.detach(), atol=1e-12, rtol=1e-9)
     torch.testing.assert_close(actual, torch.autograd.grad(loss, router.weight)[0], atol=1e-12, rtol=1e-9)
