@@ -165,6 +165,8 @@ KEPT = {
     "model.moe.aux_losses.global_batch": "Qwen3; arXiv:2501.11873",
     "model.moe.z_loss_coef": "ST-MoE, OLMoE",
     "model.moe.bias_update_speed": "DeepSeek-V3",
+    "model.moe.bias_update": "quantile balancing: another way to move the bias",
+    "model.moe.bias_ema": "quantile balancing",
     "model.adapter.rank": "LoRA",
     "model.adapter.alpha": "LoRA",
     "model.adapter.targets": "PEFT's target_modules, by kind",

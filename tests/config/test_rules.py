@@ -246,6 +246,11 @@ BROKEN = {
         'which model.moe.group_score = "top_share_sum" needs',
     ),
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
+    "quantiles_have_their_settings": (
+        "--model.moe.bias_update=quantile --model.moe.bias_update_speed=1e-3",
+        'bias_update = "quantile" needs model.moe.bias_update_speed = 0',
+    ),
+    "quantiles_alone_are_averaged": ("--model.moe.bias_ema=0.5", 'bias_ema = 0.5 with model.moe.bias_update = "sign"'),
     "sequence_loss_is_given_once": (
         "--model.moe.aux_loss_coef=0.1 --model.moe.aux_losses.sequence=0.2",
         "aux_loss_coef = 0.1 and model.moe.aux_losses.sequence = 0.2",

@@ -310,9 +310,16 @@ def test_one_loss_on_layouts(ranks, alone: dict[int, Trace], parallel: ParallelC
 KINDS = replace(
     MODEL,
     attention=replace(ATTENTION, num_heads=4, num_kv_heads=4),
-    moe=replace(MOE, aux_loss_coef=0.0, aux_losses=AuxLosses(sequence=1e-2, global_batch=0.1)),
+    moe=replace(
+        MOE,
+        aux_loss_coef=0.0,
+        aux_losses=AuxLosses(sequence=1e-2, global_batch=0.1),
+        bias_update_speed=0.0,
+        bias_update="quantile",
+        bias_ema=0.5,
+    ),
 )
-"""Balanced over each sequence and over the batch of a step."""
+"""Balanced over each sequence, over the batch of a step, and by quantiles."""
 
 
 @pytest.fixture(scope="module")

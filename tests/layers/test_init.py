@@ -136,6 +136,8 @@ def test_init_resets_every_buffer() -> None:
         "expert_bias_E",
         "tokens_per_expert_E",
         "batch_counts_E",
+        "share_sums_E",
+        "margins_EQ",
         "aux_loss",
         "scale",
     }

@@ -12,6 +12,7 @@ from titan_moe.metrics.experts import (
     rank_loads,
     read_scalars,
     read_values,
+    share_entropy,
 )
 
 
@@ -85,3 +86,10 @@ def test_read_scalars_keeps_order_and_transfers_once(monkeypatch):
     assert read_scalars([torch.tensor(1.5), 2, torch.tensor([3], dtype=torch.int64), 4.5]) == [1.5, 2.0, 3.0, 4.5]
     assert len(transfers) == 1
     assert read_scalars([1.0]) == [1.0] and len(transfers) == 1
+
+
+def test_entropy_of_shares_is_one_if_they_are_even() -> None:
+    even, one = torch.ones(6), torch.eye(4)[0]
+    assert share_entropy({"a": even}).item() == pytest.approx(1.0) and share_entropy({"a": one}) == 0.0
+    assert share_entropy({"a": 3 * even, "b": one}).item() == pytest.approx(0.5) and share_entropy({}) == 0.0
+    assert share_entropy({"a": torch.zeros(4)}) == 0.0

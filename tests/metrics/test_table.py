@@ -22,6 +22,7 @@ def test_names_are_given_once() -> None:
 
 def test_records_have_what_is_known_of_a_recipe() -> None:
     recipe, missing = Recipe(), {"graph_recordings", "expert_clones", "bad_rows", "forced_load", "epoch"}
+    missing |= {"router_entropy", "bias_spread"}
     recorded = [metric.name for metric in METRICS if metric.is_recorded]
     assert list(record_of(7, KNOWN, recipe)) == ["step", *(name for name in recorded if name not in missing)]
     assert record_of(7, {"mfu": None, "other": 1}, recipe) == {"step": 7, "mfu": None}

@@ -133,3 +133,22 @@ def test_biases_stay_fp32_in_a_bf16_model() -> None:
     meta = trained.to("meta").to_empty(device="cpu")
     assert all(module.router.expert_bias_E.device.type == "cpu" for module in meta)
     assert model().double()[0].router.expert_bias_E.dtype == torch.float64
+
+
+def test_quantiles_move_biases_to_balance_at_once() -> None:
+    torch.manual_seed(0)
+    moe = layer(bias_update="quantile", bias_ema=0.25)
+    bias_E = moe.router.expert_bias_E
+    moe(x_BND := torch.randn(1, 400, WIDTH) + 1).sum().backward()
+    before = update_expert_biases(moe)["router"]
+    first_E = bias_E.clone()
+    assert first_E.any() and bias_E.sum().abs() < 1e-6
+    moe(x_BND).sum().backward()
+    after = update_expert_biases(moe)["router"]
+    assert after.max() - after.min() < (before.max() - before.min()) / 2
+    update_expert_biases(moe)  # of no token
+    assert not torch.equal(first_E, kept_E := bias_E.clone()) and torch.equal(kept_E, bias_E)
+    moe.router.weight.requires_grad_(False)
+    moe(x_BND).sum().backward()
+    update_expert_biases(moe)
+    assert torch.equal(kept_E, bias_E), "a frozen router's stays"

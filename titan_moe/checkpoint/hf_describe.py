@@ -38,10 +38,11 @@ def with_parts_left_out(config: Mapping[str, Any], family: Family, parts: Iterab
 def moved_bias(model: ModelConfig, family: Family) -> str:
     """What is wrong if training moves a bias that the family lacks; else an empty string."""
     row, speed = family.names(model).get("feed_forward.router.expert_bias_E"), model.moe.bias_update_speed
-    if not (speed and model.num_moe_layers and isinstance(row, NotOnDisk)):
+    if not (model.moe.moves_bias and model.num_moe_layers and isinstance(row, NotOnDisk)):
         return ""
-    way_out = "set it to 0, and balance the experts' load by model.moe.aux_loss_coef"
-    return f"model.moe.bias_update_speed = {speed:g} moves biases that {family.model_type} has no place for; {way_out}"
+    field, is_off = (f"bias_update_speed = {speed:g}", "0") if speed else ('bias_update = "quantile"', '"sign"')
+    way_out = f"set it to {is_off}, and balance the experts' load by model.moe.aux_loss_coef"
+    return f"model.moe.{field} moves biases that {family.model_type} has no place for; {way_out}"
 
 
 def export_problems(recipe: Recipe) -> Iterator[str]:

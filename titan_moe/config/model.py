@@ -82,11 +82,23 @@ class MoEConfig:
     """Step size of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once per optimizer step. With 0
     the bias stays: zero, or that of a checkpoint. The bias selects and the scores alone weigh. A typical value is 1e-3
     with sigmoid scores. Those of softmax (Ernie 4.5) are about 1 / num_experts, so smaller steps balance as finely."""
+    bias_update: Literal["sign", "quantile"] = "sign"
+    """How an optimizer step moves that bias.
+    `sign`: By `bias_update_speed`, up for experts with fewer tokens than the mean, down for others.
+    `quantile`: To the value with which each expert would have had its share of the tokens of this step, had the others
+    stayed (quantile balancing): no speed to tune, nothing to wait for after a change of the scores."""
+    bias_ema: float = 0.0
+    """Share of the old bias that `quantile` keeps in a step; 0 takes the new one alone."""
 
     @property
     def aux_coefs(self) -> AuxLosses:
         """The coefficients by kind, with that of `aux_loss_coef`."""
         return replace(self.aux_losses, sequence=self.aux_losses.sequence or self.aux_loss_coef)
+
+    @property
+    def moves_bias(self) -> bool:
+        """Whether training moves the bias that selects experts."""
+        return self.bias_update_speed > 0 or self.bias_update == "quantile"
 
     @property
     def swiglu(self) -> SwiGLU:

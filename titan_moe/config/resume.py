@@ -39,6 +39,8 @@ CHANGES: dict[str, Change] = {
     "model.moe.aux_losses": LOGGED,
     "model.moe.z_loss_coef": LOGGED,
     "model.moe.bias_update_speed": LOGGED,
+    "model.moe.bias_update": LOGGED,
+    "model.moe.bias_ema": LOGGED,
     "parallel": FREE,
     "perf": LOGGED,
     "perf.loss_chunk_tokens": FREE,

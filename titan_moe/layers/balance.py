@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.model import MoEConfig
+from titan_moe.kernels.router.quantiles import NUM_BINS
 from titan_moe.kernels.router.routing import Routing
 from titan_moe.layers.wide_buffers import WideBuffers
 
@@ -34,33 +35,28 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 
 class _AttachAuxLoss(torch.autograd.Function):
-    """Identity on the scores. Its backward accumulates counts and auxiliary loss, and starts the loss's gradient.
+    """Identity on the scores. Its backward adds up counts and auxiliary loss, and starts the loss's gradient.
 
     Backward runs exactly once per microbatch, however often forward runs, and never in validation.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        aux_loss: Tensor,
-        counts_E: Tensor,
-        total_counts_E: Tensor,
-        total_aux_loss: Tensor,
-        scale: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(aux_loss.detach(), counts_E, scale)
+    def forward(ctx: Any, scores: Tensor, aux_loss: Tensor, scale: Tensor, *summands_and_totals: Tensor) -> Tensor:
+        """The totals are those of the auxiliary loss and of each summand, in this order."""
+        num_summands = len(summands_and_totals) // 2
+        ctx.save_for_backward(aux_loss.detach(), scale, *summands_and_totals[:num_summands])
         # not saved tensors: several microbatches may be in flight, and each backward changes the totals in place
-        ctx.totals = total_counts_E, total_aux_loss
+        ctx.totals = summands_and_totals[num_summands:]
         return scores.view_as(scores)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        aux_loss, counts_E, scale = ctx.saved_tensors
-        total_counts_E, total_aux_loss = ctx.totals
-        total_counts_E.add_(counts_E)
+        aux_loss, scale, *summands = ctx.saved_tensors
+        total_aux_loss, *totals = ctx.totals
+        for summand, total in zip(summands, totals, strict=True):
+            total.add_(summand)
         total_aux_loss.add_(aux_loss * scale)
-        return grad, scale.to(aux_loss.dtype, copy=True), None, None, None, None
+        return grad, scale.to(aux_loss.dtype, copy=True), None, *[None] * (len(summands) + len(ctx.totals))
 
 
 class LoadBalance(WideBuffers):
@@ -75,11 +71,14 @@ class LoadBalance(WideBuffers):
     For the loss of the whole batch, `sum_over_batch` sums the counts of one microbatch over the ranks that have others;
     the default is the identity. With several microbatches they are counted ahead: while `counts_ahead`, forwards
     without gradients add to `batch_counts_E`, and those with gradients read it.
+    `share_sums_E` and `margins_EQ` are for metrics and for quantile balancing.
     """
 
-    wide_buffers = ("aux_loss", "scale")
+    wide_buffers = ("aux_loss", "scale", "share_sums_E")
     tokens_per_expert_E: Tensor
     batch_counts_E: Tensor
+    share_sums_E: Tensor
+    margins_EQ: Tensor
     aux_loss: Tensor
     scale: Tensor
 
@@ -87,6 +86,7 @@ class LoadBalance(WideBuffers):
         super().__init__()
         self.coefs, self.z_loss_coef = config.aux_coefs, config.z_loss_coef
         self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.counts_margins = config.bias_update == "quantile"
         self.reduction: LossReduction = "mean"
         self.num_sequence_ranks = 1
         self.sum_over_tokens: Callable[[Tensor, Tensor, Tensor], Sums] = _whole_sequences
@@ -95,19 +95,33 @@ class LoadBalance(WideBuffers):
         self.register_buffer(
             "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
         )
+        num_bins = NUM_BINS if config.bias_update == "quantile" else 0
+        margins_EQ = torch.zeros(config.num_experts, num_bins, dtype=torch.int64)
+        self.register_buffer("margins_EQ", margins_EQ, persistent=False)
+        self.register_buffer("share_sums_E", torch.zeros(config.num_experts, dtype=torch.float32), persistent=False)
         self.register_buffer("batch_counts_E", torch.zeros_like(self.tokens_per_expert_E), persistent=False)
         self.register_buffer("aux_loss", torch.zeros((), dtype=torch.float32), persistent=False)
         self.register_buffer("scale", torch.ones((), dtype=torch.float32), persistent=False)
 
     def reset_buffers(self) -> None:
-        """Zero the counts and the auxiliary loss, and reset the scale."""
-        self.tokens_per_expert_E.zero_()
+        """Zero the sums, and reset the scale."""
+        self.zero_sums()
         self.batch_counts_E.zero_()
-        self.aux_loss.zero_()
         self.scale.fill_(1.0)
 
-    def forward(self, routing: Routing) -> Tensor:
-        """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward.
+    @property
+    def sums(self) -> tuple[Tensor, ...]:
+        """What microbatches add up in place."""
+        return self.aux_loss, self.tokens_per_expert_E, self.share_sums_E, self.margins_EQ
+
+    def zero_sums(self) -> None:
+        """Begin a step."""
+        for total in self.sums:
+            total.zero_()
+
+    def forward(self, routing: Routing, margins_EQ: Tensor | None = None) -> Tensor:
+        """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward, and the
+        margins of quantile balancing, if there are any.
 
         In training a router that is frozen together with all that is before it accumulates in forward. What repeats a
         forward takes back what that adds (`repeated`).
@@ -130,19 +144,14 @@ class LoadBalance(WideBuffers):
             loads_E = self._batch_loads(counts_BE.sum(0), share_sums_BE.dtype)
             aux_loss = aux_loss + (loads_E * share_sums_BE.sum(0)).sum() * (weight * self.coefs.global_batch)
         aux_loss = aux_loss + weight * self.z_loss_coef * z_sum
-        selected_counts_E = routing.counts_BE.sum(0)
+        summands = [routing.counts_BE.sum(0), routing.share_sums_BE.detach().sum(0)]
+        summands += [] if margins_EQ is None else [margins_EQ]
+        totals = self.sums[: 1 + len(summands)]
         if torch.is_grad_enabled() and not routing.topk_scores_BNK.requires_grad:  # no backward comes here
-            self.tokens_per_expert_E.add_(selected_counts_E)
-            self.aux_loss.add_(aux_loss * self.scale)
+            for total, summand in zip(totals, [aux_loss * self.scale, *summands], strict=True):
+                total.add_(summand)
             return routing.topk_scores_BNK
-        return _AttachAuxLoss.apply(
-            routing.topk_scores_BNK,
-            aux_loss,
-            selected_counts_E,
-            self.tokens_per_expert_E,
-            self.aux_loss,
-            self.scale,
-        )
+        return _AttachAuxLoss.apply(routing.topk_scores_BNK, aux_loss, self.scale, *summands, *totals)
 
     def _batch_loads(self, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
         """The load of each expert over the mean, f_i, in the whole batch, given the counts of this microbatch."""
@@ -158,13 +167,12 @@ class LoadBalance(WideBuffers):
 @contextmanager
 def repeated(balances: Iterable[LoadBalance]) -> Iterator[None]:
     """Repeat forwards: the sums are those of the first time."""
-    before = [(balance, balance.tokens_per_expert_E.clone(), balance.aux_loss.clone()) for balance in balances]
+    before = [(total, total.clone()) for balance in balances for total in balance.sums]
     try:
         yield
     finally:
-        for balance, tokens_per_expert_E, aux_loss in before:
-            balance.tokens_per_expert_E.copy_(tokens_per_expert_E)
-            balance.aux_loss.copy_(aux_loss)
+        for total, value in before:
+            total.copy_(value)
 
 
 def _whole_sequences(share_sums_BE: Tensor, counts_BE: Tensor, z_sum: Tensor) -> Sums:

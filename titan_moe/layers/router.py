@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.kernels.choose import ROUTE_TOKENS, ROUTER_LOGITS
+from titan_moe.kernels.router.quantiles import count_margins
 from titan_moe.kernels.router.routing import RoutingRule
 from titan_moe.layers.balance import LoadBalance
 from titan_moe.layers.wide_buffers import WideBuffers
@@ -51,7 +52,7 @@ class TopKRouter(WideBuffers):
         self.route = ROUTE_TOKENS[kernels.router]
         self.force: Callable[[Tensor], Tensor | None] = _no_forced_routing
         self.balance = LoadBalance(moe)
-        self.bias_update_speed = moe.bias_update_speed
+        self.bias_update_speed, self.bias_ema = moe.bias_update_speed, moe.bias_ema
 
     def extra_repr(self) -> str:
         num_experts, width = self.weight.shape
@@ -83,7 +84,16 @@ class TopKRouter(WideBuffers):
         bias = () if self.bias is None else (self.bias,)
         logits_BNE = self.logits(x_BND, self.weight, *bias)
         routing = self.route(logits_BNE, self.expert_bias_E, self.rule, self.force(logits_BNE))
-        return self.balance(routing).flatten(0, 1), routing.topk_ids_BNK.flatten(0, 1)
+        scores_BNK = self.balance(routing, self._margins(logits_BNE))
+        return scores_BNK.flatten(0, 1), routing.topk_ids_BNK.flatten(0, 1)
+
+    def _margins(self, logits_BNE: Tensor) -> Tensor | None:
+        """What quantile balancing counts of these tokens."""
+        if not self.balance.counts_margins or not torch.is_grad_enabled():
+            return None
+        logits_BNE = logits_BNE.detach()
+        scores_BNE = logits_BNE.sigmoid() if self.rule.score_fn == "sigmoid" else logits_BNE.softmax(-1)
+        return count_margins(scores_BNE, self.expert_bias_E, self.rule.top_k)
 
 
 def _no_forced_routing(logits_BNE: Tensor) -> None:

@@ -7,8 +7,9 @@ on the rank that owns the expert.
 L layers · E experts · P ranks, with e experts each
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,20 @@ def rank_loads(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> dict[str
     """Maximum over mean of the ranks' token counts, for each layer. A rank has E / num_ranks consecutive experts. The
     busiest rank determines the time of a layer, so this is the minimum slowdown by imbalance."""
     return expert_loads(_tokens_per_rank(tokens_per_expert, num_ranks))
+
+
+def share_entropy(share_sums: Mapping[str, Tensor]) -> Tensor:
+    """The entropy of the experts' mean shares of the scores over that of equal ones, averaged over layers: 1 is even, 0
+    is one expert. 0-dim fp32, without host synchronisation; 0 without layers."""
+    entropies = [torch.zeros(0)]
+    by_number = defaultdict[int, list[Tensor]](list)
+    for sums_E in share_sums.values():
+        by_number[len(sums_E)].append(sums_E)
+    for number, alike in by_number.items():
+        sums_LE = torch.stack(alike).float()
+        shares_LE = sums_LE / sums_LE.sum(1, keepdim=True).clamp_min(1e-20)
+        entropies.append(torch.special.entr(shares_LE).sum(1) / max(math.log(number), 1e-20))
+    return torch.cat(entropies[1:] or entropies).mean().nan_to_num()
 
 
 class Overload(NamedTuple):

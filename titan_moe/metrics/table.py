@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import counted
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.metrics.experts import mean_rank_load
+from titan_moe.metrics.experts import mean_rank_load, share_entropy
 
 Reduction = Literal["sum", "max"]
 """Over the ranks that have a part of the loss, or over all ranks."""
@@ -32,6 +32,8 @@ class StepNumbers(NamedTuple):
     capacity: ExpertCapacity  # of this rank
     ep: int
     tokens_per_expert: dict[str, Tensor]  # of all ranks; empty while ranks measure their own numbers
+    share_sums: Mapping[str, Tensor] = {}  # the same of each expert's share of the scores
+    bias_spread: Tensor | float = 0.0  # of this rank's routers
 
 
 class Metric(NamedTuple):
@@ -66,6 +68,14 @@ def _imbalance(step: StepNumbers) -> Tensor:
     return mean_rank_load(step.tokens_per_expert, step.ep).float()
 
 
+def _has_experts(recipe: Recipe) -> bool:
+    return recipe.model.num_moe_layers > 0
+
+
+def _moves_bias(recipe: Recipe) -> bool:
+    return _has_experts(recipe) and recipe.model.moe.moves_bias
+
+
 SET_OF_VALIDATION = "validation_loss/"
 """Begins the name of the metric of one of `validation.sets`."""
 EPOCH_OF_SOURCE = "epoch/"
@@ -87,6 +97,8 @@ METRICS = (
     Metric("memory_gib", "{:.2f} GiB"),
     Metric("expert_load", lambda r: r["expert_load"] and f"expert load {max(r['expert_load'].values()):.2f}"),
     Metric("idle_experts", lambda r: (n := r["idle_experts"].get("sum", 0)) and counted(n, "idle expert")),
+    Metric("router_entropy", "", lambda step: share_entropy(step.share_sums), when=_has_experts),
+    Metric("bias_spread", "", lambda step: torch.as_tensor(step.bias_spread), "max", when=_moves_bias),
     Metric("overload", "overload {[max]:.2f}"),
     Metric("busiest_rank"),
     Metric("skipped_steps", _skipped("skipped_steps", "step", ", where gradients were not finite")),

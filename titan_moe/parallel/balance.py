@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_moe.kernels.router.quantiles import balanced_biases
 from titan_moe.layers.balance import LossReduction
 from titan_moe.layers.router import TopKRouter
 
@@ -41,7 +42,8 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
 
     Call it once a step, after the last backward, beside `optimizer.step()`. It adds `u · sign(mean - count)` to the
     bias of each expert; u is the `bias_update_speed` of the router's config. With u = 0 it only counts. The sums of
-    the balancing losses (`router.balance.aux_loss`) are zeroed too: read them before.
+    the balancing losses (`router.balance.aux_loss`) are zeroed too: read them before. With `bias_update = "quantile"`
+    the bias becomes that which would have balanced these tokens.
 
     Args:
         model: a `MoE` layer, or a module that contains some.
@@ -59,6 +61,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
     """
     routers = _routers_of(model)
     counts = _update_biases(routers, group)
+    _update_by_quantiles(routers, group)
     _reset_sums(routers)
     return counts
 
@@ -70,12 +73,17 @@ class ExpertBalancer:
     """
 
     def __init__(
-        self, parts: list[nn.Module], group: dist.ProcessGroup, num_experts: Mapping[str, int] | None = None
+        self,
+        parts: list[nn.Module],
+        group: dist.ProcessGroup,
+        num_experts: Mapping[str, int] | None = None,
+        stage_group: dist.ProcessGroup | None = None,
     ) -> None:
         """`group` has all ranks of all stages. `num_experts` are those of every router of the model, also on other
-        stages, by name (`count_experts`); by default the routers of `parts` are all."""
+        stages, by name (`count_experts`); by default the routers of `parts` are all. `stage_group` has the ranks with
+        the same routers, by default those of `group`."""
         self.routers = {name: router for part in parts for name, router in _named_routers(part).items()}
-        self.group, self.num_experts = group, num_experts
+        self.group, self.num_experts, self.stage_group = group, num_experts, stage_group or group
         for router in self.routers.values():
             router.balance.reduction = "sum"
 
@@ -92,7 +100,24 @@ class ExpertBalancer:
 
         Where `skips_update`, a bool on the device, is true, the biases stay.
         """
+        _update_by_quantiles(self.routers, self.stage_group, skips_update)
         return _update_biases(self.routers, self.group, skips_update, self.num_experts)
+
+    @torch.no_grad()
+    def share_sums(self, like: Tensor) -> dict[str, Tensor]:
+        """The sums of all tokens' shares of the scores, [E] of each router by name, over all ranks."""
+        sums: dict[str, Tensor] = {}
+        for number, alike in _by_width(self.routers, self.num_experts).items():
+            sums_LE = _stack(self.routers, alike, like.new_zeros(number, dtype=torch.float32), "share_sums_E")
+            dist.all_reduce(sums_LE, group=self.group)
+            sums |= zip(alike, sums_LE, strict=True)
+        return sums
+
+    @torch.no_grad()
+    def bias_spread(self, like: Tensor) -> Tensor:
+        """The largest distance between two expert biases of a router of this rank, fp32."""
+        spreads = [router.expert_bias_E.max() - router.expert_bias_E.min() for router in self.routers.values()]
+        return torch.stack(spreads).max().float() if spreads else like.new_zeros((), dtype=torch.float32)
 
     def aux_loss(self, like: Tensor) -> Tensor:
         """This rank's balancing losses of the step, summed over layers."""
@@ -122,8 +147,7 @@ def _routers_of(model: nn.Module) -> dict[str, TopKRouter]:
 
 def _reset_sums(routers: dict[str, TopKRouter]) -> None:
     for router in routers.values():
-        router.balance.tokens_per_expert_E.zero_()
-        router.balance.aux_loss.zero_()
+        router.balance.zero_sums()
 
 
 def _update_biases(
@@ -133,12 +157,10 @@ def _update_biases(
     num_experts: Mapping[str, int] | None = None,
 ) -> dict[str, Tensor]:
     """Sum the counts over ranks, in one message for all layers with equally many experts, and update the biases."""
-    by_num_experts: defaultdict[int, list[str]] = defaultdict(list)
-    for name, number in (_count_experts(routers) if num_experts is None else num_experts).items():
-        by_num_experts[number].append(name)
     counts: dict[str, Tensor] = {}
-    for number, alike in by_num_experts.items():
-        counts_LE = _stack_counts(routers, alike, number, skips_update)
+    for number, alike in _by_width(routers, num_experts).items():
+        device = None if skips_update is None else skips_update.device
+        counts_LE = _stack(routers, alike, torch.zeros(number, dtype=torch.int64, device=device), "tokens_per_expert_E")
         if dist.is_initialized():
             dist.all_reduce(counts_LE, group=group)
         load_LE = counts_LE.float()
@@ -152,13 +174,38 @@ def _update_biases(
     return {name: counts[name] for name in num_experts or routers}
 
 
-def _stack_counts(
-    routers: dict[str, TopKRouter], names: list[str], num_experts: int, skips_update: Tensor | None
-) -> Tensor:
-    """The counts of these layers, zero for those of other stages: [L, E], on the device of `skips_update`."""
-    own = {name: routers[name].balance.tokens_per_expert_E for name in names if name in routers}
-    if len(own) == len(names):
-        return torch.stack(list(own.values()))
-    assert skips_update is not None, "a trainer's step"
-    absent_E = torch.zeros(num_experts, dtype=torch.int64, device=skips_update.device)
+@torch.no_grad()
+def _update_by_quantiles(
+    routers: dict[str, TopKRouter], group: dist.ProcessGroup | None, skips_update: Tensor | None = None
+) -> None:
+    """Give the experts the biases that would have balanced the tokens of this step."""
+    by_quantiles = [router for router in routers.values() if router.balance.counts_margins]
+    by_num_experts: defaultdict[int, list[TopKRouter]] = defaultdict(list)
+    for router in by_quantiles:
+        by_num_experts[len(router.expert_bias_E)].append(router)
+    for alike in by_num_experts.values():
+        margins_LEQ = torch.stack([router.balance.margins_EQ for router in alike])
+        if dist.is_initialized():
+            dist.all_reduce(margins_LEQ, group=group)
+        for router, margins_EQ in zip(alike, margins_LEQ, strict=True):
+            if router.weight.requires_grad:
+                old_E = router.expert_bias_E
+                bias_E = balanced_biases(margins_EQ, router.rule.top_k).to(old_E.dtype)
+                bias_E = router.bias_ema * old_E + (1 - router.bias_ema) * bias_E
+                stays = margins_EQ.sum() == 0
+                stays = stays if skips_update is None else stays | skips_update
+                old_E.copy_(torch.where(stays, old_E, bias_E - bias_E.mean()))
+
+
+def _by_width(routers: dict[str, TopKRouter], num_experts: Mapping[str, int] | None) -> dict[int, list[str]]:
+    """The names of routers by their number of experts."""
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for name, number in (_count_experts(routers) if num_experts is None else num_experts).items():
+        names[number].append(name)
+    return names
+
+
+def _stack(routers: dict[str, TopKRouter], names: list[str], absent_E: Tensor, buffer: str) -> Tensor:
+    """A buffer of the balances of these layers, that of `absent_E` for those of other stages: [L, E]."""
+    own = {name: routers[name].balance.get_buffer(buffer) for name in names if name in routers}
     return torch.stack([own.get(name, absent_E) for name in names])

@@ -94,7 +94,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     step = TrainStep(
         forward_backward=forward_backward,
         optimizers=optimizers,
-        balancer=ExpertBalancer(parts, meshes.world_group, num_experts),
+        balancer=ExpertBalancer(parts, meshes.world_group, num_experts, meshes.stage_group),
         capacity=capacity,
         replicas=replicas,
         max_grad_norm=recipe.optim.max_grad_norm,

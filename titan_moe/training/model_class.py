@@ -107,6 +107,7 @@ def _dispatcher_problems(model: nn.Module, recipe: Recipe) -> Iterator[str]:
 def _router_problems(model: nn.Module, moe: MoEConfig) -> Iterator[str]:
     """A router that is none of ours has no balancing losses, counts or bias."""
     coefficients = {name: getattr(moe, name) for name in ("aux_loss_coef", "z_loss_coef", "bias_update_speed")}
+    coefficients |= {f"aux_losses.{name}": value for name, value in vars(moe.aux_losses).items()}
     asked = ", ".join(f"model.moe.{name} = {value:g}" for name, value in coefficients.items() if value)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     foreign = sorted({type(layer.router).__name__ for layer in layers if not isinstance(layer.router, TopKRouter)})

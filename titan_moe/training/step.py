@@ -88,6 +88,7 @@ class TrainStep:
         # ranks of cp have the same balancing losses, those of their whole sequences
         aux_loss = self.balancer.aux_loss(loss) / self.meshes.sizes.cp
         now = StepNumbers(loss, aux_loss, num_labels, num_tokens, self.capacity, self.meshes.sizes.ep, {})
+        now = now._replace(bias_spread=self.balancer.bias_spread(loss))
         metrics = measure(self.metrics, now, {"sum": self.meshes.loss_group, "max": self.meshes.world_group})
         with region("clip"):
             norm = metrics["grad_norm"] = grad_norm(self.optimizers.parameters, self.meshes, self.tied)
@@ -98,7 +99,8 @@ class TrainStep:
             factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else None
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
-        metrics |= self.counts | measure_of_all(self.metrics, now._replace(tokens_per_expert=tokens_per_expert))
+        now = now._replace(tokens_per_expert=tokens_per_expert, share_sums=self.balancer.share_sums(loss))
+        metrics |= self.counts | measure_of_all(self.metrics, now)
         return StepResult(metrics, tokens_per_expert, topk_ids_MBNLK)
 
     @property

@@ -114,7 +114,9 @@ def edp_divides_adapted_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, hidden = recipe.parallel, expert_hidden_size(recipe)
     edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
     if _adapts_experts(recipe) and is_no_divisor(edp, hidden):
-        yield Problem(f"edp = {edp} does not divide the hidden width {hidden} of a rank", steps=[edp * p.etp])
+        width = f"model.moe.ffn_hidden_size = {recipe.model.moe.ffn_hidden_size}"
+        problem = f"edp = {edp} does not divide the hidden width {hidden} of a rank, with {width}"
+        yield Problem(problem, steps=[edp * p.etp])
 
 
 @rule("grouped GEMMs need rows of multiples of 16 bytes", "model.adapter.rank model.adapter.experts.rank perf.kernels")

@@ -77,6 +77,30 @@ sequence_loss_is_given_once = row(
 
 
 @rule(
+    "it compares each score, with its bias, to the next best one of all experts, and moves the bias there at once",
+    "model.moe.bias_update bias_update_speed num_groups score_fn top_k",
+)
+def quantiles_have_their_settings(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    broken = {
+        "bias_update_speed = 0": moe.bias_update_speed != 0,
+        "num_groups = 1": moe.num_groups != 1,
+        'score_fn other than "sparsemixer"': moe.score_fn == "sparsemixer",
+        f"top_k below num_experts = {moe.num_experts}": moe.top_k >= moe.num_experts,
+    }
+    for need, is_broken in broken.items():
+        if moe.bias_update == "quantile" and moe.num_experts > 0 and is_broken:
+            yield f'model.moe.bias_update = "quantile" needs model.moe.{need}'
+
+
+quantiles_alone_are_averaged = row(
+    "a step by its sign is no value to average",
+    lambda r: r.model.moe.bias_ema > 0 and r.model.moe.bias_update != "quantile",
+    "{model.moe.bias_ema} with {model.moe.bias_update}",
+)
+
+
+@rule(
     "sparsemixer takes two experts of all, and weighs each by itself",
     "model.moe.score_fn top_k num_groups normalize_topk bias_update_speed",
 )
