@@ -138,7 +138,7 @@ moe_router_dtype                        no field
 moe_aux_loss_coeff                      model.moe.aux_loss_coef
 moe_z_loss_coeff                        model.moe.z_loss_coef
 moe_grouped_gemm                        no field
-moe_expert_capacity_factor              no field
+moe_expert_capacity_factor              model.moe.capacity_factor
 moe_token_dispatcher_type               parallel.dispatcher
 moe_shared_expert_gate                  model.moe.shared_expert_gate
 num_moe_experts                         model.moe.num_experts

@@ -246,6 +246,19 @@ BROKEN = {
         'which model.moe.group_score = "top_share_sum" needs',
     ),
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
+    "sequences_are_whole_where_they_drop": (
+        "--model.moe.capacity_factor=1 --model.moe.drop_over=sequence --parallel.tp=2",
+        'drop_over = "sequence" with parallel.cp = 1 and parallel.tp = 2',
+    ),
+    "forced_loads_are_not_dropped": (
+        "--model.moe.capacity_factor=1 --train.forced_load=balanced",
+        'would drop tokens of train.forced_load = "balanced"',
+    ),
+    "padding_has_a_capacity": ("--model.moe.pad_to_capacity=true", "with model.moe.capacity_factor = 0"),
+    "padded_slots_have_their_dispatcher": (
+        "--model.moe.pad_to_capacity=true --model.moe.capacity_factor=1 --parallel.ep=2 --parallel.dispatcher=alltoall",
+        'not parallel.dispatcher = "alltoall"',
+    ),
     "quantiles_have_their_settings": (
         "--model.moe.bias_update=quantile --model.moe.bias_update_speed=1e-3",
         'bias_update = "quantile" needs model.moe.bias_update_speed = 0',

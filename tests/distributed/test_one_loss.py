@@ -348,6 +348,48 @@ def test_one_loss_balanced_over_the_batch(
         assert_same(trace, alone_over_batches, 1e-9)
 
 
+DROPS = replace(KINDS, moe=replace(MOE, capacity_factor=0.75, drop_over="sequence"))
+PADDED = replace(DROPS, moe=replace(DROPS.moe, drop_over="microbatch", pad_to_capacity=True))
+"""The same where a rank has one sequence."""
+
+
+@pytest.fixture(scope="module")
+def alone_dropping(ranks) -> Trace:
+    """One process that drops by score."""
+    trace = run(ranks, 1, recipe(ALONE, micro_batch_sequences=SEQUENCES // 2, model=DROPS), -1, FEW)[0]
+    dropless = run(ranks, 1, recipe(ALONE, micro_batch_sequences=SEQUENCES // 2, model=KINDS), -1, 1)[0]
+    assert trace.losses[0] != pytest.approx(dropless.losses[0], rel=1e-6)
+    return trace
+
+
+@pytest.mark.few("dp4-ep4-recompute_block", "dp2-ep2-padded")
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "model", "changes"),
+    [
+        pytest.param(
+            4,
+            ParallelConfig(ep=4, dispatcher="alltoall"),
+            DROPS,
+            {"memory": MemoryConfig("block"), "micro_batch_sequences": 2},
+            id="dp4-ep4-recompute_block",
+        ),
+        pytest.param(
+            2,
+            ParallelConfig(ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0),
+            PADDED,
+            {},
+            id="dp2-ep2-padded",
+        ),
+        pytest.param(2, ParallelConfig(pp=2), DROPS, {"micro_batch_sequences": 2}, id="pp2"),
+    ],
+)
+def test_one_loss_that_drops_by_score(
+    ranks, alone_dropping: Trace, num_ranks: int, parallel: ParallelConfig, model: ModelConfig, changes: Any
+) -> None:
+    for trace in run(ranks, num_ranks, recipe(parallel, model=model, **changes), -1, FEW):
+        assert_same(trace, alone_dropping, 1e-9)
+
+
 GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, qkv_bias=True, sinks=True)
 MLA = AttentionConfig(
     kind="mla", num_heads=4, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, kv_lora_rank=8, q_lora_rank=8

@@ -138,6 +138,7 @@ def test_init_resets_every_buffer() -> None:
         "batch_counts_E",
         "share_sums_E",
         "margins_EQ",
+        "num_dropped",
         "aux_loss",
         "scale",
     }

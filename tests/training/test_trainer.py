@@ -25,8 +25,8 @@ from titan_moe.training.build import Assembly, assemble
 
 FIELDS = {
     "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
-    "memory_gib", "step_ms", "expert_load", "idle_experts", "skipped_steps", "rerun_steps",
-    "rerun_share",
+    "memory_gib", "step_ms", "expert_load", "idle_experts", "router_entropy", "bias_spread", "skipped_steps",
+    "rerun_steps", "rerun_share",
 }  # fmt: skip
 EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "continue_text.py"
 ROUTER = "layers.1.feed_forward.router"

@@ -27,6 +27,8 @@ class DispatcherFacts:
     shares_memory: bool = False  # whether ranks of a node exchange rows through symmetric memory
     can_be_bounded: bool = False
     """Whether `parallel.expert_rank_capacity_factor` bounds its slots; exact sizes need no bound."""
+    pads_to_capacity: bool = False
+    """Whether its slots can be those of `model.moe.capacity_factor` (`model.moe.pad_to_capacity`)."""
     overlaps: tuple[Literal["tile", "microbatch"], ...] = ()
     """The values of `parallel.overlap` that it supports beside `none`."""
     exchange_ops: tuple[str, ...] = ()
@@ -53,6 +55,7 @@ LOCAL = DispatcherFacts(
     "sends nothing: every rank holds all experts (ep = 1).",
     sends="nothing",
     reads_host=False,
+    pads_to_capacity=True,
 )
 ALLGATHER = DispatcherFacts(
     "allgather",
@@ -60,6 +63,7 @@ ALLGATHER = DispatcherFacts(
     sends="every_row",
     reads_host=False,
     can_be_bounded=True,
+    pads_to_capacity=True,
     overlaps=("microbatch",),
 )
 ALLTOALL = DispatcherFacts(
@@ -92,6 +96,7 @@ SYMM_MEM = DispatcherFacts(
     is_one_node=True,
     shares_memory=True,
     can_be_bounded=True,
+    pads_to_capacity=True,
     overlaps=("tile",),
     exchange_ops=("titan_moe::symm_",),
 )

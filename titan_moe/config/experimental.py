@@ -53,6 +53,14 @@ EXPERIMENTAL = (
     Experimental("model.attention.output_gate", "element", _ON_CPUS_ALONE),
     Experimental(
         "model.moe.group_score", "top_share_sum", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.num_groups > 1
+    Experimental("model.moe.bias_update", "quantile", _ON_CPUS_ALONE),
+    Experimental(
+        "model.moe.drop_policy", "position", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.capacity_factor > 0
+    ),
+    Experimental(
+        "model.moe.drop_over", "sequence", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.capacity_factor > 0
+    ),
+    Experimental("model.moe.pad_to_capacity", True, _ON_CPUS_ALONE),
     ),
     *(
         Experimental("model.adapter.targets", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)

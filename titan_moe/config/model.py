@@ -90,6 +90,24 @@ class MoEConfig:
     bias_ema: float = 0.0
     """Share of the old bias that `quantile` keeps in a step; 0 takes the new one alone."""
 
+    capacity_factor: float = 0.0
+    """Capacity of an expert for tokens of one forward of a rank, over its balanced share: `ceil(tokens * top_k /
+    num_experts * capacity_factor)`, as in Megatron (`moe_expert_capacity_factor`). Assignments beyond it are dropped,
+    in validation and text too. 0 drops none. What is dropped depends on the tokens that a rank has together, and so on
+    `train.micro_batch_sequences`, cp and tp (`drop_over`). It is no bound of memory:
+    `parallel.expert_rank_capacity_factor` is, and drops nothing."""
+    drop_policy: Literal["probs", "position"] = "probs"
+    """The assignments of an expert that stay within `capacity_factor`.
+    `probs`: Those with the highest scores.
+    `position`: Those of the first tokens."""
+    drop_over: Literal["microbatch", "sequence"] = "microbatch"
+    """The tokens that share the capacity of an expert.
+    `microbatch`: All tokens that a rank routes together: its part of a microbatch. Megatron's.
+    `sequence`: Those of each sequence, so that a run drops the same for any microbatches, dp, ep and pp."""
+    pad_to_capacity: bool = False
+    """Allocate the slots of `capacity_factor` for each expert, not those of the worst case, so that sizes are static
+    without a bound that a step may exceed (Megatron's `moe_pad_expert_input_to_capacity`)."""
+
     @property
     def aux_coefs(self) -> AuxLosses:
         """The coefficients by kind, with that of `aux_loss_coef`."""

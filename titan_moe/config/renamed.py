@@ -130,6 +130,10 @@ SPELLINGS = {
     "model.moe.aux_loss_coef (another formula: of each sequence and layer)": "router_aux_loss_coef",
     'model.moe.aux_losses.sequence ("seq_aux_loss"; "aux_loss" -> microbatch, "global_aux_loss" -> global_batch)': ""
     "moe_router_load_balancing_type",
+    "model.moe.capacity_factor": "moe_expert_capacity_factor expert_capacity_factor",
+    "model.moe.capacity_factor (0 drops nothing)": "moe_token_dropping",
+    "model.moe.drop_policy": "moe_token_drop_policy",
+    "model.moe.pad_to_capacity": "moe_pad_expert_input_to_capacity",
     "model.moe.z_loss_coef": "moe_z_loss_coeff router_z_loss_coef moe_z_loss_coef",
     "model.moe.swiglu_limit": "activation_func_clamp_value",
     "model.moe.swiglu_up_offset": "glu_linear_offset",
@@ -313,9 +317,6 @@ ABSENT = {
     "position_embedding_type",
     'memory.recompute = ["block:8"] recomputes the first 8 layers': "recompute_num_layers recompute_method "
     "selective_ac_option checkpoint_num_layers gradient_checkpointing_kwargs distribute_saved_activations",
-    "no token is dropped; parallel.expert_rank_capacity_factor bounds memory alone": "moe_expert_capacity_factor "
-    "moe_token_drop_policy moe_token_dropping moe_pad_expert_input_to_capacity capacity_factor "
-    "expert_capacity_factor",
     "router and scores are always fp32 or wider": "moe_router_dtype moe_router_fp32",
     "routed experts are always grouped; perf.kernels has their implementations": "moe_grouped_gemm use_grouped_mm "
     "moe_use_legacy_grouped_gemm use_liger_kernel",

@@ -73,6 +73,8 @@ class AllGatherDispatcher(TokenDispatcher):
         local_ids_SK = torch.where(is_local_SK, ids_SK % self.num_local_experts, -1)
         num_rows, top_k = ids_SK.shape
         balanced, worst = num_rows * top_k // self.group.size(), num_rows * min(top_k, self.num_local_experts)
+        num_ranks = self.group.size()
+        worst = self.most_slots(worst, num_rows // num_ranks, num_ranks, self.num_local_experts)
         num_slots = self.capacity.num_slots(local_ids_SK, balanced, worst)
         slots = self.permute(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
         self.capacity.record_load(slots.offsets_e[-1], balanced, slots.overflowed)

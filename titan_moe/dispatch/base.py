@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self, final
 from torch import Tensor
 
 from titan_moe.config.dispatchers import DispatcherFacts
+from titan_moe.config.dropping import expert_capacity
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.autocast import as_operand
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
@@ -108,6 +109,18 @@ def routed(x_SD: Tensor, slots: Permutation, exchange: Exchange) -> Routed:
     return Routed(x_SD, slots.rows_R, slots.slots_SK, slots.scores_R, slots.offsets_e, exchange)
 
 
+class Padding(NamedTuple):
+    """The capacity of experts (`model.moe.pad_to_capacity`): routers have dropped what exceeds it."""
+
+    num_experts: int
+    top_k: int
+    capacity_factor: float
+
+    def capacity(self, num_tokens: int) -> int:
+        """The tokens that an expert gets from a rank, at most, of so many."""
+        return expert_capacity(num_tokens, *self)
+
+
 class TokenDispatcher(ABC):
     """Sends rows to the ranks of their experts, and partial results back.
 
@@ -118,11 +131,20 @@ class TokenDispatcher(ABC):
 
     facts: DispatcherFacts = DispatcherFacts("unregistered", "has no row in the table.")
     """Its row of config/dispatchers.py; without one, the cautious defaults."""
+    padding: Padding | None = None
+    """Set where routers drop what exceeds the capacity of experts, and slots are allocated for no more."""
 
     def __init__(self, permute: Permute = sort_by_expert, capacity: ExpertCapacity | None = None) -> None:
         """`permute` sorts received (token, expert) assignments into slots: one of `PERMUTE` in kernels/choose.py.
         `capacity` bounds rows or slots; None allocates for the worst case."""
         self.permute, self.capacity = permute, capacity or ExpertCapacity()
+
+    def most_slots(self, num_slots: int, num_tokens: int, num_ranks: int, num_local_experts: int) -> int:
+        """The slots of the worst case, `num_slots`, or those that experts have at most, where routers drop others:
+        given the tokens of each rank, the ranks, and the experts of one."""
+        if self.padding is None:
+            return num_slots
+        return min(num_slots, num_ranks * num_local_experts * self.padding.capacity(num_tokens))
 
     def __deepcopy__(self, memo: object) -> Self:
         """A copied model has the same dispatcher: process groups cannot be copied."""

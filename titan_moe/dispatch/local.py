@@ -36,7 +36,8 @@ class LocalDispatcher(TokenDispatcher):
 
     def finish_dispatch(self, pending: Tensor, exchange: LocalExchange) -> Routed:
         ids_TK, scores_TK = exchange
-        return route(pending, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange, self.permute)
+        num_slots = self.most_slots(ids_TK.numel(), len(ids_TK), 1, self.num_experts)
+        return route(pending, ids_TK, scores_TK, self.num_experts, num_slots, exchange, self.permute)
 
     def start_combine(self, y_SD: Tensor, exchange: LocalExchange) -> Tensor:
         return y_SD

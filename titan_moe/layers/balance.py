@@ -71,7 +71,7 @@ class LoadBalance(WideBuffers):
     For the loss of the whole batch, `sum_over_batch` sums the counts of one microbatch over the ranks that have others;
     the default is the identity. With several microbatches they are counted ahead: while `counts_ahead`, forwards
     without gradients add to `batch_counts_E`, and those with gradients read it.
-    `share_sums_E` and `margins_EQ` are for metrics and for quantile balancing.
+    `share_sums_E`, `num_dropped` and `margins_EQ` are for metrics and for quantile balancing.
     """
 
     wide_buffers = ("aux_loss", "scale", "share_sums_E")
@@ -79,6 +79,7 @@ class LoadBalance(WideBuffers):
     batch_counts_E: Tensor
     share_sums_E: Tensor
     margins_EQ: Tensor
+    num_dropped: Tensor
     aux_loss: Tensor
     scale: Tensor
 
@@ -86,7 +87,7 @@ class LoadBalance(WideBuffers):
         super().__init__()
         self.coefs, self.z_loss_coef = config.aux_coefs, config.z_loss_coef
         self.num_experts, self.top_k = config.num_experts, config.top_k
-        self.counts_margins = config.bias_update == "quantile"
+        self.counts_margins, self.counts_dropped = config.bias_update == "quantile", config.capacity_factor > 0
         self.reduction: LossReduction = "mean"
         self.num_sequence_ranks = 1
         self.sum_over_tokens: Callable[[Tensor, Tensor, Tensor], Sums] = _whole_sequences
@@ -98,6 +99,7 @@ class LoadBalance(WideBuffers):
         num_bins = NUM_BINS if config.bias_update == "quantile" else 0
         margins_EQ = torch.zeros(config.num_experts, num_bins, dtype=torch.int64)
         self.register_buffer("margins_EQ", margins_EQ, persistent=False)
+        self.register_buffer("num_dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("share_sums_E", torch.zeros(config.num_experts, dtype=torch.float32), persistent=False)
         self.register_buffer("batch_counts_E", torch.zeros_like(self.tokens_per_expert_E), persistent=False)
         self.register_buffer("aux_loss", torch.zeros((), dtype=torch.float32), persistent=False)
@@ -112,7 +114,7 @@ class LoadBalance(WideBuffers):
     @property
     def sums(self) -> tuple[Tensor, ...]:
         """What microbatches add up in place."""
-        return self.aux_loss, self.tokens_per_expert_E, self.share_sums_E, self.margins_EQ
+        return self.aux_loss, self.tokens_per_expert_E, self.share_sums_E, self.margins_EQ, self.num_dropped
 
     def zero_sums(self) -> None:
         """Begin a step."""
@@ -144,14 +146,20 @@ class LoadBalance(WideBuffers):
             loads_E = self._batch_loads(counts_BE.sum(0), share_sums_BE.dtype)
             aux_loss = aux_loss + (loads_E * share_sums_BE.sum(0)).sum() * (weight * self.coefs.global_batch)
         aux_loss = aux_loss + weight * self.z_loss_coef * z_sum
-        summands = [routing.counts_BE.sum(0), routing.share_sums_BE.detach().sum(0)]
-        summands += [] if margins_EQ is None else [margins_EQ]
-        totals = self.sums[: 1 + len(summands)]
+        added = [
+            (routing.counts_BE.sum(0), self.tokens_per_expert_E),
+            (routing.share_sums_BE.detach().sum(0), self.share_sums_E),
+        ]
+        if margins_EQ is not None:
+            added.append((margins_EQ, self.margins_EQ))
+        if self.counts_dropped:
+            added.append(((routing.topk_ids_BNK < 0).sum(), self.num_dropped))
         if torch.is_grad_enabled() and not routing.topk_scores_BNK.requires_grad:  # no backward comes here
-            for total, summand in zip(totals, [aux_loss * self.scale, *summands], strict=True):
+            for summand, total in [(aux_loss * self.scale, self.aux_loss), *added]:
                 total.add_(summand)
             return routing.topk_scores_BNK
-        return _AttachAuxLoss.apply(routing.topk_scores_BNK, aux_loss, self.scale, *summands, *totals)
+        summands, totals = zip(*added, strict=True)
+        return _AttachAuxLoss.apply(routing.topk_scores_BNK, aux_loss, self.scale, *summands, self.aux_loss, *totals)
 
     def _batch_loads(self, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
         """The load of each expert over the mean, f_i, in the whole batch, given the counts of this microbatch."""

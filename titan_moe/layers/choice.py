@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule
+from titan_moe.layers.dropping import DroppingRoute
 from titan_moe.layers.router import TopKRouter
 
 
@@ -69,7 +70,15 @@ class RecordedChoice:
     """
 
     def __init__(self, route: RouteTokens, ids_BNK: Tensor) -> None:
-        """`ids_BNK`, int32, are -1 for tokens whose experts the router chooses, and written in place."""
+        """`ids_BNK`, int32, are -1 for tokens whose experts the router chooses, and written in place.
+
+        Raises: ValueError for a router that drops what it chooses.
+        """
+        if isinstance(route, DroppingRoute):
+            raise ValueError(
+                f"model.moe.capacity_factor = {route.factor:g} drops assignments, and a record has all experts of a "
+                "token; set it to 0 to record or replay them"
+            )
         self.route, self.ids_BNK = route, ids_BNK
 
     def __call__(
@@ -101,8 +110,9 @@ def _route(
     forced_ids_BNK: Tensor | None,
     kept_ids_BNK: Tensor | None,
 ) -> Routing:
-    """Select the kept ids, else these, else the forced ones, else the top-k; they are written into these."""
-    own_BNK = ids_BNK if kept_ids_BNK is None else torch.where(kept_ids_BNK >= 0, kept_ids_BNK, ids_BNK)
+    """Select the kept ids, else these, else the forced ones, else the top-k; they are written into these. Ids below -1
+    are of dropped assignments (dropping.py)."""
+    own_BNK = ids_BNK if kept_ids_BNK is None else torch.where(kept_ids_BNK != -1, kept_ids_BNK, ids_BNK)
     if forced_ids_BNK is None:
         routing = route(logits_BNE, expert_bias_E, rule, None, own_BNK)
     else:

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer (arXiv:1701.06538), dropless.
+"""The mixture-of-experts layer (arXiv:1701.06538), dropless but for `capacity_factor`.
 
 B batch · N sequence · T tokens (B·N) · D model width · L latent width · K choices a token
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.rules.layers import check_moe
-from titan_moe.dispatch.base import TokenDispatcher
+from titan_moe.dispatch.base import Padding, TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
@@ -59,6 +59,8 @@ class MoE(nn.Module):
         moe, width = config.moe, config.expert_width
         self.router = TopKRouter(config, kernels)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, PERMUTE[kernels.permute])
+        if moe.pad_to_capacity:
+            self.dispatcher.padding = Padding(moe.num_experts, moe.top_k, moe.capacity_factor)
         mlp = choose_expert_mlp(kernels.experts, moe.score_on, moe.expert_mlp_bias, moe.swiglu)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp, has_bias=moe.expert_mlp_bias)
         self.shared_experts = _shared_experts(config, kernels)

@@ -13,8 +13,9 @@ from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.kernels.choose import ROUTE_TOKENS, ROUTER_LOGITS
 from titan_moe.kernels.router.quantiles import count_margins
-from titan_moe.kernels.router.routing import RoutingRule
+from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule
 from titan_moe.layers.balance import LoadBalance
+from titan_moe.layers.dropping import DroppingRoute
 from titan_moe.layers.wide_buffers import WideBuffers
 from titan_moe.parameters import ParameterKind
 
@@ -49,7 +50,9 @@ class TopKRouter(WideBuffers):
             sparsemixer_jitter=moe.sparsemixer_jitter,
         )
         self.logits = ROUTER_LOGITS[kernels.router]
-        self.route = ROUTE_TOKENS[kernels.router]
+        self.route: RouteTokens = ROUTE_TOKENS[kernels.router]
+        if moe.capacity_factor:
+            self.route = DroppingRoute(self.route, moe)
         self.force: Callable[[Tensor], Tensor | None] = _no_forced_routing
         self.balance = LoadBalance(moe)
         self.bias_update_speed, self.bias_ema = moe.bias_update_speed, moe.bias_ema
@@ -72,7 +75,7 @@ class TopKRouter(WideBuffers):
             self.expert_bias_E = torch.zeros_like(self.expert_bias_E, device=self.weight.device)
 
     def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K].
+        """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K], -1 for those that are dropped.
 
         Raises: ValueError for another shape.
         """
@@ -85,7 +88,11 @@ class TopKRouter(WideBuffers):
         logits_BNE = self.logits(x_BND, self.weight, *bias)
         routing = self.route(logits_BNE, self.expert_bias_E, self.rule, self.force(logits_BNE))
         scores_BNK = self.balance(routing, self._margins(logits_BNE))
-        return scores_BNK.flatten(0, 1), routing.topk_ids_BNK.flatten(0, 1)
+        return scores_BNK.flatten(0, 1), self.sent_ids(routing).flatten(0, 1)
+
+    def sent_ids(self, routing: Routing) -> Tensor:
+        """The experts that tokens are sent to, -1 where an assignment is dropped."""
+        return routing.topk_ids_BNK.clamp(min=-1) if self.balance.counts_dropped else routing.topk_ids_BNK
 
     def _margins(self, logits_BNE: Tensor) -> Tensor | None:
         """What quantile balancing counts of these tokens."""

@@ -89,7 +89,7 @@ def _hooks(blocks: dict[str, nn.Module], seen: dict[str, dict[str, Tensor]]) -> 
         def after_router(router: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
             num_experts = router.get_parameter("weight").shape[0]
             seen[layer]["router"] = _reduce(args[0])
-            seen[layer]["tokens_per_expert"] = torch.bincount(out[1].flatten(), minlength=num_experts)
+            seen[layer]["tokens_per_expert"] = torch.bincount(out[1].flatten() + 1, minlength=num_experts + 1)[1:]
 
         handles.append(block.register_forward_pre_hook(before_block))
         handles.append(block.get_submodule("attention").register_forward_hook(after_attention))

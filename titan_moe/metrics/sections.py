@@ -10,7 +10,7 @@ SECTION_OF = {
     name: section
     for section, names in {
         "moe": "aux_loss expert_load idle_experts router_entropy bias_spread overload busiest_rank "
-        "capacity expert_clones",
+        "capacity expert_clones dropped_share",
         "optim": "lr grad_norm",
         "progress": "tokens_seen epoch bad_rows",
         "speed": "tokens_per_second_per_gpu tflops_per_gpu mfu step_ms memory_gib",

@@ -16,10 +16,10 @@ from titan_moe.config.schema import counted
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.metrics.experts import mean_rank_load, share_entropy
 
-Reduction = Literal["sum", "max"]
-"""Over the ranks that have a part of the loss, or over all ranks."""
+Reduction = Literal["sum", "max", "total"]
+"""Over the ranks that have a part of the loss, or over all ranks, of which tp ranks route different tokens."""
 Record = Mapping[str, Any]
-OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "total": dist.ReduceOp.SUM}
 
 
 class StepNumbers(NamedTuple):
@@ -34,6 +34,7 @@ class StepNumbers(NamedTuple):
     tokens_per_expert: dict[str, Tensor]  # of all ranks; empty while ranks measure their own numbers
     share_sums: Mapping[str, Tensor] = {}  # the same of each expert's share of the scores
     bias_spread: Tensor | float = 0.0  # of this rank's routers
+    num_dropped: Tensor | float = 0.0  # assignments of this rank's tokens; then of all ranks
 
 
 class Metric(NamedTuple):
@@ -72,6 +73,16 @@ def _has_experts(recipe: Recipe) -> bool:
     return recipe.model.num_moe_layers > 0
 
 
+def _drops(recipe: Recipe) -> bool:
+    return _has_experts(recipe) and recipe.model.moe.capacity_factor > 0
+
+
+def _dropped_share(step: StepNumbers) -> Tensor:
+    """Share of the assignments of all layers."""
+    numbers = [count_E.sum() for count_E in step.tokens_per_expert.values()]
+    return (torch.as_tensor(step.num_dropped) / sum(numbers, torch.zeros_like(numbers[0])).clamp(min=1)).float()
+
+
 def _moves_bias(recipe: Recipe) -> bool:
     return _has_experts(recipe) and recipe.model.moe.moves_bias
 
@@ -97,6 +108,8 @@ METRICS = (
     Metric("memory_gib", "{:.2f} GiB"),
     Metric("expert_load", lambda r: r["expert_load"] and f"expert load {max(r['expert_load'].values()):.2f}"),
     Metric("idle_experts", lambda r: (n := r["idle_experts"].get("sum", 0)) and counted(n, "idle expert")),
+    Metric("num_dropped", "", lambda step: torch.as_tensor(step.num_dropped), "total", when=_drops, is_recorded=False),
+    Metric("dropped_share", lambda r: (s := r["dropped_share"]) and f"dropped {s:.2%}", _dropped_share, when=_drops),
     Metric("router_entropy", "", lambda step: share_entropy(step.share_sums), when=_has_experts),
     Metric("bias_spread", "", lambda step: torch.as_tensor(step.bias_spread), "max", when=_moves_bias),
     Metric("overload", "overload {[max]:.2f}"),
@@ -126,7 +139,9 @@ def measure(
     reduced: dict[str, Tensor] = {}
     for reduction, group in groups.items():
         own = {m.name: m.measure(step) for m in metrics if m.measure is not None and m.reduction == reduction}
-        dtype = step.loss.dtype if reduction == "sum" else torch.float32
+        if not own:
+            continue
+        dtype = {"sum": step.loss.dtype, "max": torch.float32, "total": torch.float64}[reduction]
         values = torch.stack([value.to(dtype) for value in own.values()])
         dist.all_reduce(values, OPS[reduction], group=group)
         reduced |= {name: value.to(own[name].dtype) for name, value in zip(own, values.unbind(), strict=True)}

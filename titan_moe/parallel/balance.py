@@ -113,6 +113,11 @@ class ExpertBalancer:
             sums |= zip(alike, sums_LE, strict=True)
         return sums
 
+    def num_dropped(self, like: Tensor) -> Tensor:
+        """The assignments of this rank's tokens that its layers have dropped in the step, fp64."""
+        numbers = [router.balance.num_dropped for router in self.routers.values()]
+        return (torch.stack(numbers).sum() if numbers else torch.zeros_like(like)).double()
+
     @torch.no_grad()
     def bias_spread(self, like: Tensor) -> Tensor:
         """The largest distance between two expert biases of a router of this rank, fp32."""

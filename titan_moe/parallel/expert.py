@@ -243,7 +243,9 @@ def _set_dispatcher(
     num_experts = len(moe.experts.down)
     of_layer = (num_experts, num_experts, group, moe.dispatcher.permute)
     inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, nodes, format_of(moe.experts.mlp).name)
+    padding = moe.dispatcher.padding
     moe.dispatcher = plain = build_dispatcher(config.dispatcher, inputs)
+    plain.padding = padding
     if replicas.number:
         num_slots = num_experts + config.ep * replicas.number
         inner = build_dispatcher(config.dispatcher, inputs._replace(num_experts=num_slots))

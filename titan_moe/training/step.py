@@ -88,8 +88,9 @@ class TrainStep:
         # ranks of cp have the same balancing losses, those of their whole sequences
         aux_loss = self.balancer.aux_loss(loss) / self.meshes.sizes.cp
         now = StepNumbers(loss, aux_loss, num_labels, num_tokens, self.capacity, self.meshes.sizes.ep, {})
-        now = now._replace(bias_spread=self.balancer.bias_spread(loss))
-        metrics = measure(self.metrics, now, {"sum": self.meshes.loss_group, "max": self.meshes.world_group})
+        now = now._replace(bias_spread=self.balancer.bias_spread(loss), num_dropped=self.balancer.num_dropped(loss))
+        everyone = dict.fromkeys(("max", "total"), self.meshes.world_group)
+        metrics = measure(self.metrics, now, {"sum": self.meshes.loss_group, **everyone})
         with region("clip"):
             norm = metrics["grad_norm"] = grad_norm(self.optimizers.parameters, self.meshes, self.tied)
         refusals = [controller.follow(metrics) for controller in self.controllers]
@@ -100,6 +101,7 @@ class TrainStep:
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
         now = now._replace(tokens_per_expert=tokens_per_expert, share_sums=self.balancer.share_sums(loss))
+        now = now._replace(num_dropped=metrics.get("num_dropped", 0.0))
         metrics |= self.counts | measure_of_all(self.metrics, now)
         return StepResult(metrics, tokens_per_expert, topk_ids_MBNLK)
 

@@ -14,6 +14,7 @@ Values = dict[str, Any]
 FREE = {"class_", "table", "name", "init_std", "embedding_init_std"}
 FREE |= {"attention.longrope_applies", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_speed"}
 FREE |= {"moe.aux_losses", "moe.bias_update", "moe.bias_ema"}
+FREE |= {f"moe.{name}" for name in ("capacity_factor", "drop_policy", "drop_over", "pad_to_capacity")}
 """Fields that say how a model is built or trained, not what it computes."""
 
 

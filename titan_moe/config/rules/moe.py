@@ -99,6 +99,43 @@ quantiles_alone_are_averaged = row(
     "{model.moe.bias_ema} with {model.moe.bias_update}",
 )
 
+sequences_are_whole_where_they_drop = row(
+    "ranks of cp and tp have parts of a sequence, and what they drop would depend on them",
+    lambda r: (
+        r.model.moe.capacity_factor > 0 and r.model.moe.drop_over == "sequence" and r.parallel.cp * r.parallel.tp > 1
+    ),
+    "{model.moe.drop_over} with {parallel.cp} and {parallel.tp}",
+)
+forced_loads_are_not_dropped = row(
+    "a forced load is measured whole",
+    lambda r: r.model.moe.capacity_factor > 0 and r.train.forces_load,
+    "{model.moe.capacity_factor} would drop tokens of {train.forced_load}",
+)
+padding_has_a_capacity = row(
+    "slots are those of the capacity of experts",
+    lambda r: (
+        r.model.moe.pad_to_capacity and (r.model.moe.capacity_factor == 0 or r.model.moe.drop_over != "microbatch")
+    ),
+    "{model.moe.pad_to_capacity} with {model.moe.capacity_factor} and {model.moe.drop_over}",
+)
+
+
+@rule(
+    "slots of all experts of a rank are allocated, and nothing may exceed them",
+    "parallel.dispatcher expert_rank_capacity_factor expert_clones etp model.moe.pad_to_capacity",
+)
+def padded_slots_have_their_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    broken = {
+        f'a dispatcher with static sizes, not parallel.dispatcher = "{p.dispatcher}"': not p.facts.pads_to_capacity,
+        "parallel.expert_rank_capacity_factor = 0": p.facts.can_be_bounded and p.expert_rank_capacity_factor != 0,
+        'parallel.expert_clones = "off"': p.has_clones,
+        "parallel.etp = 1": p.etp > 1,
+    }
+    for need, is_broken in broken.items():
+        if recipe.model.moe.pad_to_capacity and recipe.model.num_moe_layers > 0 and is_broken:
+            yield f"model.moe.pad_to_capacity = true needs {need}"
+
 
 @rule(
     "sparsemixer takes two experts of all, and weighs each by itself",

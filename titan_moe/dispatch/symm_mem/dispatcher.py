@@ -101,9 +101,9 @@ class SymmMemDispatcher(TokenDispatcher):
 
     def finish_dispatch(self, pending: Pending, exchange: SymmMemExchange) -> ExpertInputs:
         x_SD, scores_SK, ids_SK = pending
-        num_slots = self.capacity.num_slots(
-            ids_SK, balanced=exchange.ids_TK.numel(), worst=len(x_SD) * min(ids_SK.shape[1], self.num_local_experts)
-        )
+        worst = len(x_SD) * min(ids_SK.shape[1], self.num_local_experts)
+        worst = self.most_slots(worst, len(exchange.ids_TK), self.num_ranks, self.num_local_experts)
+        num_slots = self.capacity.num_slots(ids_SK, balanced=exchange.ids_TK.numel(), worst=worst)
         slots = self.permute(ids_SK, scores_SK, self.num_local_experts, num_slots)
         self.record_rows(exchange)
         self.capacity.record_load(slots.offsets_e[-1], exchange.ids_TK.numel(), slots.overflowed)
