@@ -104,6 +104,38 @@ def test_balance_losses_of_several_kinds(reduction: str, score_fn: str, aux_loss
     torch.testing.assert_close(actual, torch.autograd.grad(loss, router.weight)[0], atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("reduction", WEIGHTS)
+def test_balance_of_padded_sequences_is_that_of_their_tokens(reduction: str, score_fn: str) -> None:
+    """Each sequence without its padding, by itself: losses, gradients and counts."""
+    moe = replace(MOE, score_fn=score_fn, aux_losses=AuxLosses(global_batch=0.1, microbatch=0.2))
+    router, x_BND, lengths = build(moe, reduction=reduction), tokens(), (TOKENS, 4, 0)
+    valid_BN = torch.arange(TOKENS) < torch.tensor(lengths)[:, None]
+    scores_TK, ids_TK = router(x_BND, valid_BN)
+    assert torch.equal(ids_TK < 0, ~valid_BN.flatten()[:, None].expand_as(ids_TK)) and not scores_TK[ids_TK < 0].any()
+    (actual,) = torch.autograd.grad(scores_TK.square().sum(), router.weight)
+
+    alone = build(replace(moe, aux_losses=AuxLosses()))
+    total, logits, num_tokens = alone.weight.new_zeros(()), [], sum(lengths)
+    weight = 1 / num_tokens if reduction == "mean" else 1.0
+    scale_balancing_losses(alone, weight, "sum")
+    for x_ND, length in zip(x_BND, lengths, strict=True):
+        if length:
+            own_scores_TK, _ = alone(x_ND[None, :length])
+            total = total + own_scores_TK.square().sum()
+            logits.append(x_ND[:length] @ alone.weight.T)
+    both = moe.aux_losses.microbatch + moe.aux_losses.global_batch
+    one = replace(moe, aux_losses=AuxLosses(microbatch=both))
+    of_batch = num_tokens * batch_loss(torch.cat(logits)[None], "microbatch", one)
+    expected = torch.autograd.grad(total + weight * of_batch, alone.weight)[0]
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-9)
+    aux_loss = alone.balance.aux_loss + weight * of_batch.detach()
+    torch.testing.assert_close(
+        router.balance.aux_loss, aux_loss.to(router.balance.aux_loss.dtype), atol=1e-6, rtol=1e-6
+    )
+    assert torch.equal(router.balance.tokens_per_expert_E, alone.balance.tokens_per_expert_E)
+
+
 def test_balance_loss_of_microbatches_that_are_counted_ahead_is_that_of_their_batch() -> None:
     moe = replace(MOE, aux_loss_coef=0.0, z_loss_coef=0.0, aux_losses=AuxLosses(global_batch=0.2))
     whole, parts, x_BND = build(moe), build(moe), tokens()

@@ -266,3 +266,22 @@ def test_moe_says_what_it_takes_and_what_was_given(given: tuple[Any, ...]) -> No
     names = ", ".join(type(value).__name__ for value in given)
     with pytest.raises(TypeError, match=f"a width and a MoEConfig.* got {names};"):
         MoE(*given)
+
+
+def test_moe_gives_padding_the_shared_experts_alone() -> None:
+    moe = replace(PLAIN, shared_ffn_hidden_size=16, aux_loss_coef=0.1, z_loss_coef=0.1, bias_update="quantile")
+    torch.manual_seed(0)
+    layer = MoE(ModelConfig(hidden_size=16, init_std=0.5, moe=moe), kernels=Kernels(experts="reference")).double()
+    x_BND = torch.randn(2, 5, 16, dtype=torch.float64)
+    valid_BN = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    y_BND = layer(x_BND, valid_BN)
+    y_BND.sum().backward()
+    assert layer.router.balance.tokens_per_expert_E.sum() == 7 * moe.top_k
+    assert (layer.router.balance.margins_EQ.sum(1) == 7).all()
+    torch.testing.assert_close(y_BND[valid_BN], layer(x_BND)[valid_BN])
+    torch.testing.assert_close(y_BND[~valid_BN], layer.shared_experts(x_BND.flatten(0, 1)).view(2, 5, 16)[~valid_BN])
+    with pytest.raises(ValueError, match=r"valid_BN is true for tokens .* bool \[2, 5\], and got"):
+        layer(x_BND, valid_BN.int())
+    dropping = MoE(16, replace(PLAIN, capacity_factor=1.0)).double()
+    with pytest.raises(ValueError, match="capacity_factor is for all tokens"):
+        dropping(x_BND, valid_BN)

@@ -121,31 +121,19 @@ class LoadBalance(WideBuffers):
         for total in self.sums:
             total.zero_()
 
-    def forward(self, routing: Routing, margins_EQ: Tensor | None = None) -> Tensor:
+    def forward(self, routing: Routing, margins_EQ: Tensor | None = None, *, is_masked: bool = False) -> Tensor:
         """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward, and the
-        margins of quantile balancing, if there are any.
+        margins of quantile balancing, if there are any. With `is_masked`, sequences have as many tokens as are counted.
 
         In training a router that is frozen together with all that is before it accumulates in forward. What repeats a
         forward takes back what that adds (`repeated`).
         """
-        num_sequences, num_tokens = routing.topk_ids_BNK.shape[:2]
-        num_tokens *= self.num_sequence_ranks
-        weight = 1.0 / max(num_sequences * num_tokens, 1) if self.reduction == "mean" else 1.0
         # a loss with coefficient 0 is detached: its backward would only add zeros
         share_sums_BE = routing.share_sums_BE if self.coefs.are_used else routing.share_sums_BE.detach()
         z_sum = routing.z_sum if self.z_loss_coef else routing.z_sum.detach()
-        share_sums_BE, counts_BE, z_sum = self.sum_over_tokens(share_sums_BE, routing.aux_counts_BE, z_sum)
-        factor = weight * self.coefs.sequence * self.num_experts / (self.top_k * max(num_tokens, 1))
-        # each sequence is weighted by its number of tokens, like the main loss
-        aux_loss = (counts_BE.to(share_sums_BE.dtype) * share_sums_BE).sum() * factor
-        if self.coefs.microbatch:
-            factor = weight * self.coefs.microbatch * self.num_experts
-            factor /= self.top_k * max(num_sequences * num_tokens, 1)
-            aux_loss = aux_loss + (counts_BE.sum(0).to(share_sums_BE.dtype) * share_sums_BE.sum(0)).sum() * factor
-        if self.coefs.global_batch:
-            loads_E = self._batch_loads(counts_BE.sum(0), share_sums_BE.dtype)
-            aux_loss = aux_loss + (loads_E * share_sums_BE.sum(0)).sum() * (weight * self.coefs.global_batch)
-        aux_loss = aux_loss + weight * self.z_loss_coef * z_sum
+        sums = self.sum_over_tokens(share_sums_BE, routing.aux_counts_BE, z_sum)
+        num_sequences, num_tokens = routing.topk_ids_BNK.shape[:2]
+        aux_loss = self._loss(*sums, num_sequences, None if is_masked else num_tokens * self.num_sequence_ranks)
         added = [
             (routing.counts_BE.sum(0), self.tokens_per_expert_E),
             (routing.share_sums_BE.detach().sum(0), self.share_sums_E),
@@ -160,6 +148,31 @@ class LoadBalance(WideBuffers):
             return routing.topk_scores_BNK
         summands, totals = zip(*added, strict=True)
         return _AttachAuxLoss.apply(routing.topk_scores_BNK, aux_loss, self.scale, *summands, self.aux_loss, *totals)
+
+    def _loss(
+        self, share_sums_BE: Tensor, counts_BE: Tensor, z_sum: Tensor, num_sequences: int, num_tokens: int | None
+    ) -> Tensor:
+        """All balancing losses, of these sums over the tokens of whole sequences. `num_tokens` are those of each; None
+        for as many as are counted."""
+        dtype = share_sums_BE.dtype
+        products_BE = counts_BE.to(dtype) * share_sums_BE
+        total: Tensor | int
+        if num_tokens is None:
+            counted_B1 = counts_BE.sum(1, keepdim=True).to(dtype) / self.top_k
+            products_BE, num_tokens, total = products_BE / counted_B1.clamp(min=1), 1, counted_B1.sum().clamp(min=1)
+        else:
+            total = max(num_sequences * num_tokens, 1)
+        weight = 1.0 / total if self.reduction == "mean" else 1.0
+        # each sequence is weighted by its number of tokens, like the main loss
+        factor = weight * self.coefs.sequence * self.num_experts / (self.top_k * max(num_tokens, 1))
+        aux_loss = products_BE.sum() * factor
+        if self.coefs.microbatch:
+            factor = weight * self.coefs.microbatch * self.num_experts / (self.top_k * total)
+            aux_loss = aux_loss + (counts_BE.sum(0).to(dtype) * share_sums_BE.sum(0)).sum() * factor
+        if self.coefs.global_batch:
+            loads_E = self._batch_loads(counts_BE.sum(0), dtype)
+            aux_loss = aux_loss + (loads_E * share_sums_BE.sum(0)).sum() * (weight * self.coefs.global_batch)
+        return aux_loss + weight * self.z_loss_coef * z_sum
 
     def _batch_loads(self, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
         """The load of each expert over the mean, f_i, in the whole batch, given the counts of this microbatch."""

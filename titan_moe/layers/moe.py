@@ -81,9 +81,11 @@ class MoE(nn.Module):
             seed = int(torch.randint(2**62, (), device="cpu"))
             init_weights(self, seed, self.config.init_std, self.config.num_layers)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """[B, N, D] -> [B, N, D]."""
-        topk_scores_TK, topk_ids_TK = self.router(x_BND)  # [B, N]: for balance per sequence
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """[B, N, D] -> [B, N, D]. Tokens that are not valid (bool, false for padding) have no routed experts, and are
+        in no count and no balancing loss."""
+        masks = () if valid_BN is None else (valid_BN,)
+        topk_scores_TK, topk_ids_TK = self.router(x_BND, *masks)  # [B, N]: for balance per sequence
         x_TD = x_BND.flatten(0, 1)
         routed = self.dispatcher.dispatch(self.latent_down(x_TD), topk_ids_TK, topk_scores_TK)
         y_TL = self.dispatcher.combine(self.experts(routed), routed)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.kernels.choose import ROUTE_TOKENS, ROUTER_LOGITS
+from titan_moe.kernels.router.masked import mask_tokens
 from titan_moe.kernels.router.quantiles import count_margins
 from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule
 from titan_moe.layers.balance import LoadBalance
@@ -74,10 +75,11 @@ class TopKRouter(WideBuffers):
         if self.expert_bias_E.is_meta:
             self.expert_bias_E = torch.zeros_like(self.expert_bias_E, device=self.weight.device)
 
-    def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K], -1 for those that are dropped.
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K], -1 for those that are dropped, and for tokens that
+        are not valid: they are in no count and no loss.
 
-        Raises: ValueError for another shape.
+        Raises: ValueError for another shape, and for a mask where tokens are dropped.
         """
         if x_BND.ndim != 3 or x_BND.shape[2] != self.weight.shape[1]:
             raise ValueError(
@@ -86,21 +88,39 @@ class TopKRouter(WideBuffers):
             )
         bias = () if self.bias is None else (self.bias,)
         logits_BNE = self.logits(x_BND, self.weight, *bias)
-        routing = self.route(logits_BNE, self.expert_bias_E, self.rule, self.force(logits_BNE))
-        scores_BNK = self.balance(routing, self._margins(logits_BNE))
+        forced_ids_BNK = self.force(logits_BNE)
+        routing = self.route(logits_BNE, self.expert_bias_E, self.rule, forced_ids_BNK)
+        margins_EQ = self._margins(logits_BNE, valid_BN)
+        if valid_BN is not None:
+            self._check_mask(x_BND, valid_BN)
+            is_forced = forced_ids_BNK is not None
+            routing = mask_tokens(routing, logits_BNE, self.rule, valid_BN, is_forced=is_forced)
+        scores_BNK = self.balance(routing, margins_EQ, is_masked=valid_BN is not None)
         return scores_BNK.flatten(0, 1), self.sent_ids(routing).flatten(0, 1)
 
     def sent_ids(self, routing: Routing) -> Tensor:
         """The experts that tokens are sent to, -1 where an assignment is dropped."""
         return routing.topk_ids_BNK.clamp(min=-1) if self.balance.counts_dropped else routing.topk_ids_BNK
 
-    def _margins(self, logits_BNE: Tensor) -> Tensor | None:
+    def _margins(self, logits_BNE: Tensor, valid_BN: Tensor | None) -> Tensor | None:
         """What quantile balancing counts of these tokens."""
         if not self.balance.counts_margins or not torch.is_grad_enabled():
             return None
         logits_BNE = logits_BNE.detach()
         scores_BNE = logits_BNE.sigmoid() if self.rule.score_fn == "sigmoid" else logits_BNE.softmax(-1)
-        return count_margins(scores_BNE, self.expert_bias_E, self.rule.top_k)
+        return count_margins(scores_BNE, self.expert_bias_E, self.rule.top_k, valid_BN)
+
+    def _check_mask(self, x_BND: Tensor, valid_BN: Tensor) -> None:
+        if valid_BN.shape != x_BND.shape[:2] or valid_BN.dtype != torch.bool:
+            raise ValueError(
+                f"valid_BN is true for tokens and false for padding, bool {list(x_BND.shape[:2])}, and got "
+                f"{valid_BN.dtype} {list(valid_BN.shape)}"
+            )
+        if self.balance.counts_dropped:
+            raise ValueError(
+                "model.moe.capacity_factor is for all tokens that a rank routes, padding too; set it to 0, or pass no "
+                "valid_BN"
+            )
 
 
 def _no_forced_routing(logits_BNE: Tensor) -> None:

@@ -18,13 +18,14 @@ NUM_BINS = 512
 """Bins of equal width in the signed square root of a margin, from -1 to 1."""
 
 
-def count_margins(scores_BNE: Tensor, expert_bias_E: Tensor, top_k: int) -> Tensor:
-    """Count the margins of all tokens: -> int64 [E, Q]. Scores are from 0 to 1."""
+def count_margins(scores_BNE: Tensor, expert_bias_E: Tensor, top_k: int, valid_BN: Tensor | None = None) -> Tensor:
+    """Count the margins of all tokens, or of the valid ones: -> int64 [E, Q]. Scores are from 0 to 1."""
     scores_TE = scores_BNE.detach().flatten(0, 1)
     threshold_T1 = (scores_TE + expert_bias_E).topk(top_k + 1, dim=-1).values[:, -1:]
     bins_ET = _bins(scores_TE - threshold_T1).T
     counts_EQ = torch.zeros(scores_TE.shape[1], NUM_BINS, dtype=torch.int64, device=scores_TE.device)
-    return counts_EQ.scatter_add_(1, bins_ET, torch.ones_like(bins_ET))
+    ones_ET = torch.ones_like(bins_ET) if valid_BN is None else valid_BN.flatten().long().expand_as(bins_ET)
+    return counts_EQ.scatter_add_(1, bins_ET, ones_ET)
 
 
 def balanced_biases(counts_EQ: Tensor, top_k: int) -> Tensor:
