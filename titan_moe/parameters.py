@@ -18,6 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 TENSOR_AXIS = "tp"
 """The mesh axis of tensor parallelism."""
+SCALES = "_scales"
+"""Behind the name of a frozen weight that is stored as codes, the name of its scales."""
 
 
 class ParameterKind(Enum):
@@ -33,11 +35,12 @@ class ParameterKind(Enum):
     FACTOR_IN = auto()  # of an adapter, the low-rank factor that reads the input
     EXPERT_FACTOR_IN = auto()  # one for each expert
     FACTOR_OUT = auto()
+    SCALES_OF_CODES = auto()  # of a frozen weight
 
     @property
     def is_matrix(self) -> bool:
         """Whether it is a linear map or a table of vectors."""
-        return self not in (ParameterKind.SCALE, ParameterKind.BIAS)
+        return self not in (ParameterKind.SCALE, ParameterKind.BIAS, ParameterKind.SCALES_OF_CODES)
 
     @property
     def is_factor(self) -> bool:
@@ -111,6 +114,15 @@ class Factors(NamedTuple):
             return (b @ a) * self.scale
         of_each = zip(b.split(self.rows), a.chunk(len(self.rows)), strict=True)
         return torch.cat([b_of_one @ a_of_one for b_of_one, a_of_one in of_each]) * self.scale
+
+
+def names_of_codes(model: nn.Module) -> set[str]:
+    """The names of the weights that are stored as codes, from the modules' `has_codes` (relative names)."""
+    return {
+        f"{name}.{weight}" if name else weight
+        for name, module in model.named_modules()
+        for weight in getattr(module, "has_codes", ())
+    }
 
 
 def factors_of(model: nn.Module) -> dict[str, Factors]:

@@ -114,6 +114,24 @@ BROKEN = {
         "--model.adapter.rank=8 --checkpoint.export_adapter_at_end=true --checkpoint.save_last_step=false",
         "needs a checkpoint of the last step, not checkpoint.save_last_step = false",
     ),
+    "codes_are_multiplied_in_compute": (
+        '--model.adapter.rank=8 --model.adapter.targets=["attention"] --model.adapter.base=fp8_rowwise '
+        "--precision.linears=fp8_rowwise --precision.compute=bf16",
+        'model.adapter.base = "fp8_rowwise" needs GEMMs in compute\'s dtype',
+    ),
+    "codes_are_whole_matrices": (
+        '--model.adapter.rank=8 --model.adapter.targets=["attention"] --model.adapter.base=fp8_rowwise --parallel.tp=2',
+        'model.adapter.base = "fp8_rowwise" needs whole matrices on a rank, not parallel.tp = 2 and parallel.etp = 1',
+    ),
+    "codes_have_no_clones": (
+        '--model.adapter.rank=8 --model.adapter.targets=["attention"] --model.adapter.base=fp8_rowwise '
+        "--parallel.expert_clones=auto",
+        'parallel.expert_clones = "auto" has no codes, and model.adapter.base = "fp8_rowwise"',
+    ),
+    "codes_of_experts_are_unsharded": (
+        "--model.adapter.rank=8 --model.adapter.base=fp8_blockwise --parallel.ep=1 --parallel.dispatcher=local",
+        'model.adapter.base = "fp8_blockwise" needs experts that bypass FSDP, and 8 ranks have the same experts',
+    ),
     "adapters_do_not_overlap_tp": (
         '--model.adapter.rank=8 --model.adapter.targets=["attention"] --parallel.tp=2 --parallel.tp_comm_overlap=true',
         "parallel.tp_comm_overlap = true has no adapters",

@@ -1,7 +1,8 @@
 """Freeze the parameters of a model that a recipe does not train.
 
-Frozen parameters are in compute's dtype: there is no master whose digits a later step needs. Autograd computes no
-gradient of theirs, FSDP gathers them and reduces nothing, and the optimizer does not know them.
+Frozen parameters are in compute's dtype, or codes (stored.py): there is no master whose digits a later step needs.
+Autograd computes no gradient of theirs, FSDP gathers them, but for codes, and reduces nothing, and the optimizer does
+not know them.
 """
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from titan_moe.config import RecipeError
 from titan_moe.config.trainable import NOTHING, Patterns, trains, unmatched
-from titan_moe.parameters import named_kinds
+from titan_moe.kernels.formats.stored import CODES
+from titan_moe.parameters import ParameterKind, named_kinds, names_of_codes
 
 
 def freeze(model: nn.Module, patterns: Patterns, dtype: torch.dtype, *, has_adapters: bool = False) -> None:
@@ -23,7 +25,10 @@ def freeze(model: nn.Module, patterns: Patterns, dtype: torch.dtype, *, has_adap
     names = [name for name, _ in model.named_parameters()]
     if problems := list(unmatched(names, patterns)):
         raise RecipeError(problems)
+    codes = names_of_codes(model)
     for name, parameter, kind in list(named_kinds(model)):
-        if not kind.is_factor and not trains(name, patterns or NOTHING):
+        if kind is ParameterKind.SCALES_OF_CODES:
             parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
+        elif not kind.is_factor and not trains(name, patterns or NOTHING):
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(CODES if name in codes else dtype)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from titan_moe.config.adapter import AdapterConfig, kind_of_linear
 from titan_moe.kernels.experts.adapted_mlp import adapted_mlp
-from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.experts.weights import ExpertUse, ExpertWeights
 from titan_moe.layers.experts import GroupedExperts
@@ -95,12 +94,7 @@ def _adapt_linear(linear: nn.Linear, rows: tuple[int, ...], rank: int, scale: fl
 
 
 def _adapt_experts(experts: GroupedExperts, rank: int, scale: float) -> None:
-    """Factors of gate and up and of down, and the MLP that applies them.
-
-    Raises: TypeError for an MLP that does not consist of GEMMs.
-    """
-    if not isinstance(experts.mlp, CompositeMLP):
-        raise TypeError(f"adapters of routed experts need an MLP of grouped GEMMs, not {type(experts.mlp).__name__}")
+    """Factors of gate and up and of down, and the MLP that applies them."""
     num_experts, width, hidden = experts.down.shape
     sizes = {"e": num_experts, "2": 2, "F": hidden, "L": width, "r": rank}
     for name, dims in GroupedExperts.factor_dims.items():

@@ -78,12 +78,12 @@ class _MeanPlanner(PlainSavePlanner):
     def dtype(self, name: str) -> torch.dtype:
         """That of a mean: fp32, or what is wider or no floating-point number."""
         saved = _dtype(self.readers[0], name)
-        return torch.promote_types(saved, torch.float32) if saved.is_floating_point else saved
+        return torch.promote_types(saved, torch.float32) if saved.is_floating_point and saved.itemsize > 1 else saved
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The mean of a slice."""
         meta, size = super().lookup_object(index), self.state_dict[index.fqn].size()
-        if not meta.dtype.is_floating_point:
+        if not meta.dtype.is_floating_point or meta.dtype.itemsize == 1:  # codes are of frozen weights
             return self._read(self.readers[0], index, meta, size)
         total = torch.zeros_like(meta, device="cpu")
         for reader in self.readers:

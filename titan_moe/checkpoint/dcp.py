@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_moe.checkpoint import base, storage
+from titan_moe.checkpoint.codes import codes_of, is_scale, load_rounded
 from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data, with_unread
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, CheckpointFolders
@@ -31,7 +32,7 @@ from titan_moe.checkpoint.rng import RngState
 from titan_moe.checkpoint.weights import saved_shapes, weight_of
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.resume import compare, flatten
-from titan_moe.parameters import fused_rows
+from titan_moe.parameters import SCALES, fused_rows
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
 from titan_moe.titan.checkpoints import MODEL_KEY
 
@@ -151,9 +152,19 @@ class Checkpointer:
             manifest = verified(folder, "correct checkpoint.load_from, or restore it from a copy", self.group)
             run_on_rank_zero(lambda: self._compare_model_with(folder, manifest), self.group)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
-            absent = factor_names(self.model_parts) - run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), self.group)
+            saved = run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), self.group)
+            codes = codes_of(self.model_parts)
+            scales = {name for name in codes if is_scale(name, codes) and name not in saved}
+            absent = (factor_names(self.model_parts) - saved) | scales
             weights = {name: value for name, value in self.model_state.whole().items() if name not in absent}
-            self._read(folder, lambda: self.manager.dcp_load(weights, str(folder)), way_out, weights)
+            wide = {name.removesuffix(SCALES) for name in scales}
+
+            def read() -> None:
+                own = {name: value for name, value in weights.items() if name not in wide}
+                self.manager.dcp_load(own, str(folder))
+                load_rounded(codes, wide, lambda values: storage.load(values, folder, self._rows_of))
+
+            self._read(folder, read, way_out, weights)
             if origin := source_of(folder):
                 self._keep_source(origin, left_out(origin))
 

@@ -133,6 +133,8 @@ def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = 
     if recipe.precision.compute != "bf16" or any(word.startswith("--precision.master") for word in overrides):
         return recipe
     narrow = replace(recipe.precision, master="bf16", moments="master", gradients="master")  # no optimizer reads them
+    if recipe.model.adapter.has_codes:  # experts then bypass FSDP
+        narrow = replace(narrow, reduce="bf16")
     return replace(recipe, precision=narrow, optim=replace(recipe.optim, kind="fused_adamw"))
 
 

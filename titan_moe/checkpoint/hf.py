@@ -9,7 +9,7 @@ Several ranks write their slices into files of their own, and then each file of 
 
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import WriteItem
 
 from titan_moe.checkpoint import hf_export
+from titan_moe.checkpoint.codes import is_scale, load_rounded
 from titan_moe.checkpoint.hf_describe import described, moved_bias
 from titan_moe.checkpoint.hf_folder import HuggingFaceError, account, named, read_folder, refuse_another_head
 from titan_moe.checkpoint.hf_names.families import family_of
@@ -70,8 +71,20 @@ def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dic
         with torch.no_grad():
             for tensor in weights.not_on_disk(family).values():
                 tensor.zero_()
-            agree(partial(load_slices, weights.boxes(own), reader_of(source, own)), path, group)
+            agree(partial(_load_pieces, weights, own, reader_of(source, own)), path, group)
     return skipped
+
+
+def _load_pieces(weights: Weights, own: Sequence[Piece], reader: FileSystemReader) -> None:
+    """Fill this rank's weights; those that are stored as codes layer by layer."""
+
+    def read(wide: dict[str, Tensor]) -> None:
+        of_layer = [piece for piece in own if piece.ours in wide]
+        load_slices(weights._replace(tensors=wide).boxes(of_layer), reader)
+
+    load_slices(weights.boxes(piece for piece in own if piece.ours not in weights.codes), reader)
+    codes = [name for name in weights.codes if not is_scale(name, weights.codes)]
+    load_rounded(weights.codes, codes, read)
 
 
 def load_adapter(model: Model, folder: str | Path, source: Path | None = None) -> None:
@@ -165,6 +178,8 @@ def exported(
     cast = {name: dtype for name in weights.parameters if dtype is not None}
     dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()} | cast
     dtypes = {name: each for of_rank in agree(lambda: dtypes, path, group) for name, each in of_rank.items()}
+    if dtype is None:  # numbers of codes
+        dtypes |= {name: dtypes["norm.weight"] for name, each in dtypes.items() if each.itemsize == 1}
     return weights, family, config, own, dtypes
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from titan_moe.checkpoint import hf_export, storage
 from titan_moe.checkpoint.base import lacks
+from titan_moe.checkpoint.codes import numbers_of_chunk
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.checkpoint.hf import (
@@ -57,7 +58,7 @@ from titan_moe.config.adapter import KINDS, AdapterConfig, AdapterOfKind
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.renamed import values_before
 from titan_moe.config.resume import flatten
-from titan_moe.parameters import Chunk, Factors
+from titan_moe.parameters import SCALES, Chunk, Factors
 
 MAX_CHUNK_BYTES = 1 << 29
 """Of a tensor that is in host memory at a time."""
@@ -308,6 +309,7 @@ def _export(
     if lost := not_zero(lacking):
         raise HuggingFaceError(checkpoint, [no_place(family, lost)])
     dtypes = {name: saved[name].properties.dtype for name in shapes}
+    dtypes |= {name: dtypes["norm.weight"] for name in shapes if f"{name}{SCALES}" in saved}  # numbers of codes
     if dtype is not None:
         dtypes |= dict.fromkeys((name for name in dtypes if not _is_lost(name)), dtype)
     files = hf_export.files_of(own, dtypes, hf_export.MAX_FILE_BYTES)
@@ -350,7 +352,9 @@ def _read_checkpoint(
     for ours, cut in by_ours.items():
         shape = shapes[ours]
         saved = reader.metadata.state_dict_metadata[ours]
-        adapter = factors.get(ours)
+        adapter, scales = factors.get(ours), None
+        if (of_codes := reader.metadata.state_dict_metadata.get(f"{ours}{SCALES}")) is not None:
+            scales = _read_whole(reader, {f"{ours}{SCALES}": tuple(of_codes.size)}, f"{ours}{SCALES}")
         a, b = (_read_whole(reader, shapes, name) for name in (adapter.a, adapter.b)) if adapter else (None, None)
         first, last = min(_rows(piece)[0] for piece in cut), max(_rows(piece)[1] for piece in cut)
         row_bytes = torch.Size(shape[1:]).numel() * saved.properties.dtype.itemsize
@@ -358,8 +362,10 @@ def _read_checkpoint(
             values = torch.empty((end - begin, *shape[1:]), dtype=saved.properties.dtype)
             chunk = Chunk(values, (begin, *(0 for _ in shape[1:])))
             load_slices({ours: ChunkedTensor(shape, [chunk])}, reader)
+            if scales is not None:
+                chunk = numbers_of_chunk(chunk, scales)
             if adapter is not None and a is not None and b is not None:
-                chunk = chunk._replace(values=merged(values, adapter, a, b, chunk.offsets))
+                chunk = chunk._replace(values=merged(chunk.values, adapter, a, b, chunk.offsets))
             for piece in cut:
                 for box in box_of(chunk, piece):
                     put(tensors[piece.name], box)

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_moe.checkpoint.codes import codes_of, is_scale
 from titan_moe.checkpoint.hf_folder import named
 from titan_moe.checkpoint.hf_names.family import Family
 from titan_moe.checkpoint.hf_names.names import NotOnDisk, Piece, Shape, pieces, split_name
@@ -27,7 +28,8 @@ class Weights(NamedTuple):
     rows: dict[str, tuple[int, ...]]  # of fused weights
     parameters: set[str]  # names of those that are no buffers
     shapes: dict[str, Shape]  # of the whole model
-    merged: dict[str, list[Chunk]]  # this rank's slices of weights to which adapters are added
+    merged: dict[str, list[Chunk]]  # this rank's slices of weights to which adapters are added, and of codes
+    codes: dict[str, Tensor] = {}  # of `tensors`, those that are codes, with their scales
 
     def chunks(self) -> dict[str, list[Chunk]]:
         """This rank's slices of all tensors, adapters added."""
@@ -60,12 +62,12 @@ def weights_of(model: Model, group: dist.ProcessGroup | None, *, merges: bool = 
     config = next((part.config for part in parts if isinstance(getattr(part, "config", None), ModelConfig)), None)
     if config is None:
         raise TypeError(f"{type(parts[0]).__name__} has no `config`, a ModelConfig; keep the one that it is built from")
-    factors = factor_names(parts)
+    factors, codes = factor_names(parts), codes_of(parts)
     tensors = {
         name: tensor
         for part in parts
         for name, tensor in part.state_dict().items()
-        if isinstance(tensor, Tensor) and name not in factors
+        if isinstance(tensor, Tensor) and name not in factors and not is_scale(name, codes)
     }
     rows = {name: sizes for part in parts for name, sizes in fused_rows(part).items()}
     parameters = {name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)}
@@ -73,7 +75,8 @@ def weights_of(model: Model, group: dist.ProcessGroup | None, *, merges: bool = 
     if group is not None:
         shapes = {name: shape for name, shape in shapes_over_ranks(tensors, group).items() if shape is not None}
     merged = {name: chunks for part in parts for name, chunks in merged_chunks(part).items()} if merges else {}
-    return Weights(config, tensors, rows, parameters - factors, shapes, merged)
+    parameters -= factors | {name for name in parameters if is_scale(name, codes)}
+    return Weights(config, tensors, rows, parameters, shapes, merged, codes)
 
 
 def pieces_of(family: Family, config: ModelConfig, shapes: Mapping[str, Shape]) -> list[Piece]:

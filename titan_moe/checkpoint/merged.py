@@ -9,7 +9,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from titan_moe.parameters import Chunk, Factors, factors_of, full_tensor, fused_rows, local_chunks, named_kinds
+from titan_moe.checkpoint.codes import dtype_of_numbers
+from titan_moe.kernels.formats.stored import numbers_reference
+from titan_moe.parameters import (
+    SCALES,
+    Chunk,
+    Factors,
+    factors_of,
+    full_tensor,
+    fused_rows,
+    local,
+    local_chunks,
+    named_kinds,
+    names_of_codes,
+)
 
 
 def factor_names(parts: Iterable[nn.Module]) -> set[str]:
@@ -25,15 +38,22 @@ def frozen_names(parts: Iterable[nn.Module]) -> frozenset[str]:
 
 @torch.no_grad()
 def merged_chunks(part: nn.Module) -> dict[str, list[Chunk]]:
-    """This rank's slices of the weights that have adapters, by name. Collective."""
-    parameters, rows = dict(part.named_parameters()), fused_rows(part)
-    result = {}
-    for name, factors in factors_of(part).items():
-        a, b = (full_tensor(parameters[of].detach(), rows.get(of, ())).cpu() for of in (factors.a, factors.b))
-        chunks = local_chunks(parameters[name].detach(), rows.get(name, ()))
-        result[name] = [
-            Chunk(merged(chunk.values.cpu(), factors, a, b, chunk.offsets), chunk.offsets) for chunk in chunks
+    """This rank's slices of the weights that have adapters, or are stored as codes, by name. Collective."""
+    parameters, rows, all_factors = dict(part.named_parameters()), fused_rows(part), factors_of(part)
+    codes, result = names_of_codes(part), {}
+    for name in sorted(all_factors.keys() | codes):
+        chunks = [
+            chunk._replace(values=chunk.values.cpu())
+            for chunk in local_chunks(parameters[name].detach(), rows.get(name, ()))
         ]
+        dtype = chunks[0].values.dtype
+        if name in codes:  # of whole matrices
+            scales, dtype = local(parameters[f"{name}{SCALES}"].detach()).cpu(), dtype_of_numbers(part)
+            chunks = [chunk._replace(values=numbers_reference(chunk.values, scales, torch.float32)) for chunk in chunks]
+        if factors := all_factors.get(name):
+            a, b = (full_tensor(parameters[of].detach(), rows.get(of, ())).cpu() for of in (factors.a, factors.b))
+            chunks = [chunk._replace(values=merged(chunk.values, factors, a, b, chunk.offsets)) for chunk in chunks]
+        result[name] = [chunk._replace(values=chunk.values.to(dtype)) for chunk in chunks]
     return result
 
 

@@ -7,6 +7,9 @@ from typing import Literal, get_args
 AdapterKind = Literal["attention", "dense", "shared", "experts"]
 KINDS: tuple[AdapterKind, ...] = get_args(AdapterKind)
 PROJECTIONS = ("gate_up", "down")
+BaseFormat = Literal["compute", "fp8_rowwise", "fp8_blockwise"]
+SCALED_BLOCK = 128
+"""Rows and columns of a block of `fp8_blockwise`."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,15 @@ class AdapterConfig:
     `experts`: Routed experts, as grouped products."""
     use_rslora: bool = False
     """The scale is alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
+    base: BaseFormat = "compute"
+    """How frozen linear layers and routed experts are stored, those of attention, dense layers and shared experts with
+    and without adapters. Weights are multiplied in compute's dtype in any case; of codes, those of one product are made
+    for it, in forward and again in backward, so no weight in compute's dtype is kept. Drawn or loaded weights are
+    rounded one after the other (QLoRA, arXiv:2305.14314, with 8 bits). Embeddings, head, routers, norms and latents are
+    in compute's dtype.
+    `compute`: In compute's dtype.
+    `fp8_rowwise`: Codes in e4m3 with a scale, a power of two, for each output.
+    `fp8_blockwise`: Codes in e4m3 with a scale, a power of two, for 128 x 128 weights."""
     attention: AdapterOfKind = field(default_factory=AdapterOfKind)
     """Those of attention."""
     dense: AdapterOfKind = field(default_factory=AdapterOfKind)
@@ -51,6 +63,11 @@ class AdapterConfig:
     def is_used(self) -> bool:
         """Whether there are adapters."""
         return self.rank > 0 and bool(self.targets)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether frozen weights are stored as codes."""
+        return self.is_used and self.base != "compute"
 
     def has(self, kind: AdapterKind) -> bool:
         """Whether modules of a kind have adapters."""
@@ -80,6 +97,13 @@ def kind_of_linear(path: str) -> AdapterKind | None:
     if last in PROJECTIONS and owner.startswith("feed_forward.shared_experts"):
         return "shared"
     return "dense" if last in PROJECTIONS and owner == "feed_forward" else None
+
+
+def scales_of_codes(num_rows: int, num_columns: int, base: BaseFormat) -> int:
+    """How many scales the codes of a matrix have."""
+    if base == "fp8_rowwise":
+        return num_rows
+    return -(-num_rows // SCALED_BLOCK) * -(-num_columns // SCALED_BLOCK)
 
 
 def num_matrices(path: str) -> int:

@@ -66,6 +66,10 @@ EXPERIMENTAL = (
         Experimental("model.adapter.targets", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
         for name in ("attention", "dense", "shared", "experts")
     ),
+    *(
+        Experimental("model.adapter.base", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
+        for name in ("fp8_rowwise", "fp8_blockwise")
+    ),
     Experimental("optim.kind", "muon", _ON_CPUS_ALONE),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),

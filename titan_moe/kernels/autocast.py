@@ -18,4 +18,5 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def as_operand(x: Tensor) -> Tensor:
     """The operand of a matrix product: `x` in autocast's dtype, or as it is. Differentiable."""
     dtype = autocast_dtype(x)
-    return x if dtype is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+    is_cast = dtype is not None and x.is_floating_point() and x.dtype != torch.float64 and x.itemsize > 1  # no codes
+    return x.to(dtype) if is_cast else x

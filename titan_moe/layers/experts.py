@@ -13,14 +13,15 @@ from titan_moe.kernels.autocast import as_operand
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads
-from titan_moe.kernels.experts.weights import EachWeight, ExpertUse, ExpertWeights, WeightTransform
-from titan_moe.parameters import ParameterKind, kind_of
+from titan_moe.kernels.experts.weights import MATRICES, EachWeight, ExpertUse, ExpertWeights, WeightTransform
+from titan_moe.parameters import SCALES, ParameterKind, kind_of
 
 TRANSFORMS = {
     "local": "Parameters -> this rank's plain tensors in compute's dtype, or with codes in the MLP's format.",
     "autocast": "The dtype of `torch.autocast`.",
     "share": "The part of a bias that this rank adds, where ranks have parts of F.",
     "adapters": "Low-rank factors beside the matrices.",
+    "scales": "Those of matrices that are frozen and stored as codes.",
     "clones": "Weights of other ranks' experts behind own ones.",
 }
 """What may stand between the parameters and the MLP, in order."""
@@ -44,6 +45,9 @@ class GroupedExperts(nn.Module):
     } | {
         name: ParameterKind.EXPERT_FACTOR_IN if name.endswith("A") else ParameterKind.FACTOR_OUT for name in factor_dims
     }
+    parameter_kinds |= {f"{name}{SCALES}": ParameterKind.SCALES_OF_CODES for name in MATRICES}
+    has_codes: tuple[str, ...] = ()
+    """The matrices that are stored as codes."""
     residual_ends = ("down",)
 
     def __init__(

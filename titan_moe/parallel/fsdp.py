@@ -4,7 +4,7 @@ Gradients are summed, never averaged: the loss is already divided by the tokens 
 gradients come from fewer ranks, need no scale of their own. Unsharded experts bypass FSDP (unsharded_experts.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
+from titan_moe.parameters import SCALES, names_of_codes
 from titan_moe.plan.pipeline.pieces import ROOT
 from titan_moe.plan.resolved import Resolved
 from titan_moe.versions import IGNORES_GRAD_DTYPES, KEEPS_SUMS_OF_GRADIENTS_APART
@@ -62,6 +63,7 @@ def apply(
                 unsharded.update(experts.parameters())
             else:
                 _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
+        unsharded.update(_stored_parameters(block))
         fully_shard(block, reshard_after_forward=reshards and config.reshard_after_forward, **options)
         if config.overlap == "microbatch":
             for experts in _experts_of(block):
@@ -71,6 +73,13 @@ def apply(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
+
+
+def _stored_parameters(block: nn.Module) -> Iterator[nn.Parameter]:
+    """Weights of linear layers that are stored as codes, with their scales: each rank has them whole, for they have no
+    gradient, and a gather would cast them."""
+    names = names_of_codes(block)
+    return (block.get_parameter(f"{name}{end}") for name in names for end in ("", SCALES))
 
 
 def _mixed_precision(precision: PrecisionConfig) -> MixedPrecisionPolicy:

@@ -65,6 +65,8 @@ class UnshardedWeights:
 
     def cast(self, weight: Tensor) -> Tensor:
         """Master parameter -> plain tensor in compute's dtype. A copy that is not read has no memory."""
+        if weight.itemsize == 1:  # stored as codes
+            return local(weight)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return local(weight) if self.dtype is None else local(weight).to(self.dtype)
         if self.dtype is None or (not weight.requires_grad and weight.dtype == self.dtype and not self.has_codes):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.adapters import frozen, low_rank
+from titan_moe.adapters import frozen, low_rank, stored
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
 from titan_moe.config.clones import cost_slots
@@ -180,6 +180,7 @@ def build_parts(
     """
     recipe, replicas = resolved.recipe, replicas or replica_slots(resolved)
     policy.convert(model, resolved, device)  # first: it swaps modules, and shards must be of the final ones
+    stored.apply(model, recipe.model.adapter, recipe.optim.trainable)  # swaps modules too, whose weights are wide yet
     low_rank.apply(model, recipe.model.adapter)  # beside the final modules, and before shards
     of_compute, has_adapters = fsdp.DTYPES[recipe.precision.compute], recipe.model.adapter.is_used
     frozen.freeze(model, recipe.optim.trainable, of_compute, has_adapters=has_adapters)  # by names of the whole model

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from titan_moe.checkpoint.folders import CheckpointFolders
 from titan_moe.config import Recipe
 from titan_moe.config.experimental import describe_experimental
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.run_length import step_tokens
 from titan_moe.config.schema import counted
 from titan_moe.data.sources import DataSize
+from titan_moe.plan.cost.count import describe_trained
 from titan_moe.training.count_class import FLOPS_HOOK, ModelCounts
 from titan_moe.training.run_folder import command_to_go_on
 
@@ -25,6 +27,8 @@ def log_start(recipe: Recipe, counts: ModelCounts, device: torch.device) -> None
     model, data = recipe.model, recipe.data
     ranks = f"{dist.get_world_size()} x {device.type}"
     logger.info("%s: %s; %s; writing to %s", model.name, counts.in_words(), ranks, Path(recipe.run.folder))
+    if model.class_ == ModelConfig.class_ and (trained := describe_trained(recipe)):
+        logger.info("trained: %s", trained)
     if counts.flops_per_token is None:
         way_out = f"let it define {FLOPS_HOOK}(seq_len_tokens)"
         words = 'the FLOPs of model.class = "%s" are unknown, so the metrics have neither TFLOP/s nor MFU: %s; %s'

@@ -6,6 +6,7 @@ from titan_moe.config.adapter import KINDS, AdapterConfig, AdapterOfKind
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size
 from titan_moe.config.rules.rule import Problem, is_no_divisor, row, rule, rules_in
@@ -18,11 +19,11 @@ def _adapts_experts(recipe: Recipe) -> bool:
     return recipe.model.adapter.has("experts") and recipe.model.num_moe_layers > 0
 
 
-@rule("an option without effect hides a mistake", "model.adapter.rank alpha use_rslora targets")
+@rule("an option without effect hides a mistake", "model.adapter.rank alpha use_rslora targets base")
 def adapter_options_need_a_rank(recipe: Recipe, world_size: int) -> Iterator[str]:
     adapter = recipe.model.adapter
     if not adapter.rank:
-        for name in ("alpha", "use_rslora", "targets"):
+        for name in ("alpha", "use_rslora", "targets", "base"):
             if (value := getattr(adapter, name)) != getattr(AdapterConfig, name):
                 yield f"model.adapter.{name} = {in_toml(value)} needs adapters, but model.adapter.rank = 0"
     for kind in KINDS:
@@ -81,6 +82,41 @@ adapted_experts_have_no_clones = row(
     '{parallel.expert_clones} has no adapters, and model.adapter.targets has "experts"',
     "parallel.expert_clones",
 )
+codes_are_multiplied_in_compute = row(
+    "codes of the base become numbers of compute's dtype for each product",
+    lambda r: r.model.adapter.has_codes and bool(r.precision.formats),
+    "{model.adapter.base} needs GEMMs in compute's dtype, not {precision.format}, {precision.experts}, "
+    "{precision.linears}",
+    "model.adapter.base precision.format experts linears",
+)
+codes_are_whole_matrices = row(
+    "a rank of tp or etp has a part of a row, which has one scale",
+    lambda r: r.model.adapter.has_codes and max(r.parallel.tp, r.parallel.etp) > 1,
+    "{model.adapter.base} needs whole matrices on a rank, not {parallel.tp} and {parallel.etp}",
+    "model.adapter.base parallel.tp etp",
+)
+codes_have_no_clones = row(
+    "clones are of weights in compute's dtype",
+    lambda r: r.model.adapter.has_codes and r.parallel.expert_clones != "off",
+    "{parallel.expert_clones} has no codes, and {model.adapter.base}",
+    "parallel.expert_clones model.adapter.base",
+)
+
+
+@rule("FSDP would gather codes as numbers of compute's dtype", "model.adapter.base parallel.ep dp_replicate")
+def codes_of_experts_are_unsharded(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if not recipe.model.adapter.has_codes or not recipe.model.num_moe_layers:
+        return
+    try:
+        sizes = resolve(recipe.parallel, world_size)
+    except ValueError:  # another rule says so
+        return
+    if not sizes.experts_are_unsharded(recipe.precision):
+        copies = sizes.edp * sizes.dp_replicate
+        of = f"{copies} ranks have the same experts" if copies > 1 else "gradients are reduced in a wider dtype"
+        yield f"model.adapter.base = {in_toml(recipe.model.adapter.base)} needs experts that bypass FSDP, and {of}"
+
+
 adapter_files_need_adapters = row(
     "a model without adapters has nothing to load, or to write",
     lambda r: not r.model.adapter.is_used and (r.checkpoint.load_adapter or r.checkpoint.export_adapter_at_end),

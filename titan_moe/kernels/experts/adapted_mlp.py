@@ -7,14 +7,15 @@ Physics: 2·R·r·(M·I + M·O) FLOPs beside 2·R·I·M·O of the weight: 3 % of
 frozen, so no gradient of theirs is computed. The reference is that of grouped_mm.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.experts.composite_mlp import CompositeMLP
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, GroupedGemm
 from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.stored_mm import stored_mm
 from titan_moe.kernels.experts.weights import ExpertWeights
 
 
@@ -31,22 +32,27 @@ def low_rank_product(
 
 @dataclass(frozen=True)
 class AdaptedMLP:
-    """The MLP of weights with factors: A and B of gate and up, [e, 2, r, I] and [e, 2, O, r], then those of down, [e,
-    r, I] and [e, O, r]."""
+    """The MLP of frozen weights, in compute's dtype or as codes with `scales`, perhaps with factors: A and B of gate
+    and up, [e, 2, r, I] and [e, 2, O, r], then those of down, [e, r, I] and [e, O, r]."""
 
     mlp: CompositeMLP
-    scale: float
-    gemm: GroupedGemm
-    """That of the factors; rounded weights may have another one."""
+    kind: str
+    """Of the GEMMs of factors and codes (grouped_mm.py); rounded weights may have another one."""
+    scale: float = 1.0
 
     def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
         """-> y_SD."""
-        a_up, b_up, a_down, b_down = weights.factors
-        factors = iter([(a_up, b_up), (a_down[:, None], b_down[:, None])])
+        pairs = iter(_pairs(weights.factors))
+        stored = zip((weights.gate_up.own, weights.down.own), weights.scales, strict=False)
 
         def gemm(x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor) -> Tensor:
-            low = low_rank_product(x_RI, *next(factors), offsets_e, self.scale, self.gemm)
-            return self.mlp.gemm(x_RI, own_eOI, clones_cOI, offsets_e) + low
+            if weights.scales:
+                y_RO = stored_mm(x_RI, *next(stored), offsets_e, self.kind)
+            else:
+                y_RO = self.mlp.gemm(x_RI, own_eOI, clones_cOI, offsets_e)
+            if not weights.factors:
+                return y_RO
+            return y_RO + low_rank_product(x_RI, *next(pairs), offsets_e, self.scale, GROUPED_GEMM[self.kind])
 
         return self.mlp(x_SD, slots, weights, gemm)
 
@@ -55,7 +61,20 @@ class AdaptedMLP:
         return self
 
 
-def adapted_mlp(mlp: CompositeMLP, scale: float) -> AdaptedMLP:
-    """The MLP with factors, in compute's dtype."""
-    kind = "reference" if mlp.gemm is GROUPED_GEMM["reference"] else "grouped_mm"
-    return AdaptedMLP(mlp, scale, GROUPED_GEMM[kind])
+def _pairs(factors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+    if not factors:
+        return []
+    a_up, b_up, a_down, b_down = factors
+    return [(a_up, b_up), (a_down[:, None], b_down[:, None])]
+
+
+def adapted_mlp(mlp: ExpertMLP, scale: float = 1.0) -> AdaptedMLP:
+    """The MLP of frozen weights; of one that is that already, with this scale of factors.
+
+    Raises: TypeError for an MLP that does not consist of GEMMs.
+    """
+    if isinstance(mlp, AdaptedMLP):
+        return replace(mlp, scale=scale)
+    if not isinstance(mlp, CompositeMLP):
+        raise TypeError(f"frozen experts need an MLP of grouped GEMMs, not {type(mlp).__name__}")
+    return AdaptedMLP(mlp, "reference" if mlp.gemm is GROUPED_GEMM["reference"] else "grouped_mm", scale)

@@ -61,10 +61,12 @@ class ExpertWeights(NamedTuple):
     stored. The contents of the parameters are then not read."""
     factors: tuple[Tensor, ...] = ()
     """Low-rank factors beside the matrices, for an MLP that applies them to rows."""
+    scales: tuple[Tensor, ...] = ()
+    """Of own matrices that are frozen and stored as codes (kernels/formats/stored.py)."""
 
     def names(self) -> tuple[str, ...]:
         """The parameters that are not None."""
-        parameters = zip(self._fields[:-2], self[:-2], strict=True)
+        parameters = zip(self._fields[:-3], self[:-3], strict=True)
         return tuple([name for name, parameter in parameters if parameter is not None])
 
     def tensors(self) -> list[Tensor]:
@@ -82,14 +84,15 @@ class ExpertWeights(NamedTuple):
 
     def with_tensors(self, tensors: Tensors) -> "ExpertWeights":
         """The same with other `tensors`, which may include clones."""
-        return ExpertWeights.of(tensors, self.names())._replace(codes=self.codes, factors=self.factors)
+        made = ExpertWeights.of(tensors, self.names())
+        return made._replace(codes=self.codes, factors=self.factors, scales=self.scales)
 
     def join(self) -> "ExpertWeights":
         """Join each parameter."""
         return ExpertWeights.of([parameter.join() for parameter in self._parameters()], self.names())
 
     def _parameters(self) -> list[ExpertParameter]:
-        return [parameter for parameter in self[:-2] if parameter is not None]
+        return [parameter for parameter in self[:-3] if parameter is not None]
 
     def split(self, joined: Tensors) -> list[Tensor]:
         """Gradients of joined parameters -> those of `tensors`."""

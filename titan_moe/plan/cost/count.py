@@ -85,8 +85,10 @@ def describe_trained(recipe: Recipe) -> str:
     count = ParameterCount(modules_of(recipe.model), recipe.model, recipe.optim.trainable)
     if count.all_train:
         return ""
-    share = count.trained / max(count.total, 1)
-    return f"{count.trained:,} parameters, {share:.3%}; the others are frozen, in {recipe.precision.compute}"
+    share, stored = count.trained / max(count.total, 1), str(recipe.precision.compute)
+    if recipe.model.adapter.has_codes:
+        stored = f"codes of {recipe.model.adapter.base} and {stored}"
+    return f"{count.trained:,} parameters, {share:.3%}; the others are frozen, in {stored}"
 
 
 def training_flops_per_token(model: ModelConfig, seq_len_tokens: int, patterns: Patterns = ()) -> int:

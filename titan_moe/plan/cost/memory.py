@@ -14,6 +14,7 @@ from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.config.recompute import recompute_of
 from titan_moe.config.trainable import num_trained, trains_all
+from titan_moe.plan.cost.codes import code_bytes, stored_numbers
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.muon import muon_parameters
 from titan_moe.plan.pipeline.parts import RankPart
@@ -27,13 +28,22 @@ GATHERS_FROM = 2048
 
 def state_bytes(part: RankPart) -> int:
     """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run, without those
-    that rest on the host. Frozen parameters are in compute's dtype, and that is all."""
+    that rest on the host. Frozen parameters are in compute's dtype or codes, and that is all."""
     recipe, precision, trained = part.recipe, part.recipe.precision, trained_of(part)
+    compute = BYTES_OF_DTYPE[precision.compute]
     kept = BYTES_OF_DTYPE[precision.master] + BYTES_OF_DTYPE[precision.gradients_dtype] + precision.bytes_of_moments
     is_whole = trains_all(recipe.model, recipe.optim.trainable)
-    frozen = 0.0 if is_whole else (parameters_of(part) - trained) * BYTES_OF_DTYPE[precision.compute]
+    frozen = 0.0 if is_whole else (parameters_of(part) - trained - _sharded_codes(part)) * compute
+    frozen += code_bytes(part)
     saved = muon_parameters(part) * precision.bytes_of_moments / 2
     return round(trained * kept - saved + frozen) - parked_bytes(part)
+
+
+def _sharded_codes(part: RankPart) -> float:
+    """Of `parameters_of` a rank, those that are stored as codes."""
+    sizes = resolve(part.recipe.parallel, part.world_size)
+    dense, of_experts = (stored_numbers(part, of_experts=of_experts) for of_experts in (False, True))
+    return dense / sizes.fsdp + of_experts / sizes.edp
 
 
 def parked_bytes(part: RankPart) -> int:
@@ -74,8 +84,9 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     count = part.count
-    dense, experts = count.dense_of_a_rank, experts_per_rank(recipe)
-    trained_dense, trained = dense, experts
+    dense = count.dense_of_a_rank - stored_numbers(part, of_experts=False)
+    experts = experts_per_rank(recipe)
+    trained_dense, trained = count.dense_of_a_rank, experts
     if not count.all_train:
         trained_dense, trained = count.trained_dense_of_a_rank, trained_experts_per_rank(recipe)
     is_unsharded = sizes.experts_are_unsharded(precision)

@@ -30,6 +30,7 @@ from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_token
 from titan_moe.config.recompute import recompute_of
 from titan_moe.config.trainable import trains_head
 from titan_moe.plan.cost import muon
+from titan_moe.plan.cost.codes import numbers_bytes
 from titan_moe.plan.cost.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reduced_bytes, reducing_bytes
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.memory import (
@@ -235,7 +236,7 @@ def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool)
         sizes, num_native = _sizes(recipe, capacity_factor), count_packed_experts(recipe)
         for is_native in {num_native > 0, num_native == m.num_moe_layers}:
             most = max(most, temporary_bytes(recipe, *sizes, is_native=is_native))
-    return most + _recomputed_bytes(recipe, capacity_factor, has_arena=has_arena)
+    return most + _recomputed_bytes(recipe, capacity_factor, has_arena=has_arena) + numbers_bytes(recipe)
 
 
 def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
