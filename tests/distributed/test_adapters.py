@@ -68,6 +68,33 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         one_loss.assert_same(trace, alone, 1e-9)
 
 
+@pytest.mark.few("pp2-ep2")
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "is_compiled"),
+    [
+        pytest.param(2, replace(EP2, dispatcher="allgather"), True, id="ep2-compiled"),
+        pytest.param(4, replace(PP2, ep=2, dispatcher="alltoall", accumulate_unsharded=True), False, id="pp2-ep2"),
+        pytest.param(4, ParallelConfig(ep=4, cp=2, dispatcher="alltoall"), False, id="ep4-cp2"),
+    ],
+)
+def test_codes_train_as_on_one_process(ranks, num_ranks: int, parallel: ParallelConfig, is_compiled: bool) -> None:
+    """Experts have theirs on one rank each, and linear layers on every rank."""
+
+    def with_codes(run: Recipe) -> Recipe:
+        return replace(run, model=replace(run.model, adapter=replace(ADAPTER, base="fp8_rowwise")))
+
+    one = with_codes(adapted(ParallelConfig(), micro_batch_sequences=4))
+    alone = one_loss.Trace(**ranks(1, one_loss.train, one, -1, 2)[0])
+    if is_compiled:
+        run = with_codes(adapted(parallel, compile=CompileConfig("on"), micro_batch_sequences=2))
+        traces = [one_loss.Trace(**fields) for fields in ranks(2, one_loss.train_compiled, run, -1, 2, "eager")]
+    else:
+        run = with_codes(adapted(parallel, memory=MemoryConfig("block")))
+        traces = one_loss.run(ranks, num_ranks, run, -1, 2)
+    for trace in traces:
+        one_loss.assert_same(trace, alone, 1e-9)
+
+
 def test_frozen_routers_balance_as_on_one_process(ranks) -> None:
     """Their counts come from forward in blocks that run twice."""
     runs = adapted(ParallelConfig(), micro_batch_sequences=4), adapted(EP2, memory=MemoryConfig("block"))
