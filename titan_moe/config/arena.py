@@ -35,7 +35,7 @@ def _can_have_arena(recipe: Recipe, experts: str) -> bool:
 
 def experts_of(recipe: Recipe) -> str:
     """The implementation of the experts, before the machine is known: "fused" where `auto` may choose it."""
-    if recipe.model.adapter.has("experts"):  # which fused ones have not
+    if recipe.model.adapter.has("experts"):  # in fused ones too, if the machine allows
         return recipe.perf.chosen_kernels.experts
     is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
     may_be_fused = is_left_to_auto and not unmet_needs_of_fused(recipe)

@@ -48,6 +48,10 @@ def targets_are_there(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f'model.adapter.targets: the model has no {REGIONS[target]} for "{target}"'
 
 
+def _freezes_experts(recipe: Recipe) -> bool:
+    return _adapts_experts(recipe) or (recipe.model.adapter.has_codes and recipe.model.num_moe_layers > 0)
+
+
 adapters_are_of_the_default_class = row(
     "adapters stand beside modules of the default class, which they know by name",
     lambda r: r.model.adapter.rank > 0 and r.model.class_ != ModelConfig.class_,
@@ -57,16 +61,23 @@ adapters_are_of_the_default_class = row(
 
 
 @rule(
-    "the fused kernels have no factors beside weights",
-    "perf.kernels perf.override.experts parallel.overlap model.adapter.targets",
+    "fused experts of frozen weights have rows that this rank has, and no biases",
+    "perf.kernels perf.override.experts parallel.dispatcher overlap model.adapter.targets base",
 )
-def adapted_experts_are_not_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if not _adapts_experts(recipe):
+def frozen_experts_are_fused_by_themselves(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if not _freezes_experts(recipe):
         return
-    if recipe.perf.chosen_kernels.experts == "fused":
-        yield 'fused experts have no adapters, and model.adapter.targets has "experts"'
+    what = 'model.adapter.targets has "experts"'
+    if not _adapts_experts(recipe):
+        what = f"model.adapter.base = {in_toml(recipe.model.adapter.base)}"
     if recipe.parallel.overlap == "tile":
-        yield 'parallel.overlap = "tile" needs fused experts, which have no adapters'
+        yield f'parallel.overlap = "tile" has weights that train, and {what}'
+    if recipe.perf.chosen_kernels.experts != "fused":
+        return
+    if recipe.parallel.facts.shares_memory_of_ep and recipe.parallel.ep > 1:
+        yield f"fused experts share memory with parallel.dispatcher = {in_toml(recipe.parallel.dispatcher)}, and {what}"
+    if recipe.model.moe.expert_mlp_bias:
+        yield f"fused experts with model.moe.expert_mlp_bias = true have weights that train, and {what}"
 
 
 adapted_experts_multiply_in_compute = row(

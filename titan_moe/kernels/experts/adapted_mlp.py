@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.experts.adapted_fused_mlp import AdaptedFusedMLP
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
+from titan_moe.kernels.experts.fused_mlp import FusedMLP
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, GroupedGemm
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.stored_mm import stored_mm
@@ -68,13 +70,15 @@ def _pairs(factors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
     return [(a_up, b_up), (a_down[:, None], b_down[:, None])]
 
 
-def adapted_mlp(mlp: ExpertMLP, scale: float = 1.0) -> AdaptedMLP:
+def adapted_mlp(mlp: ExpertMLP, scale: float = 1.0) -> "AdaptedMLP | AdaptedFusedMLP":
     """The MLP of frozen weights; of one that is that already, with this scale of factors.
 
-    Raises: TypeError for an MLP that does not consist of GEMMs.
+    Raises: TypeError for an MLP that neither consists of GEMMs nor is fused in compute's dtype.
     """
-    if isinstance(mlp, AdaptedMLP):
+    if isinstance(mlp, AdaptedMLP | AdaptedFusedMLP):
         return replace(mlp, scale=scale)
+    if isinstance(mlp, FusedMLP) and not mlp.format.is_rounded and not mlp.format.has_bias:
+        return AdaptedFusedMLP(mlp.format, scale)
     if not isinstance(mlp, CompositeMLP):
-        raise TypeError(f"frozen experts need an MLP of grouped GEMMs, not {type(mlp).__name__}")
+        raise TypeError(f"frozen experts need an MLP of grouped GEMMs, or a fused one without biases, not {mlp}")
     return AdaptedMLP(mlp, "reference" if mlp.gemm is GROUPED_GEMM["reference"] else "grouped_mm", scale)

@@ -34,7 +34,7 @@ def _expert_up_kernel(
     F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # products with a width keep their alignment
         x_ptr += tl.load(base_ptr) * D
@@ -57,7 +57,7 @@ def _expert_up_kernel(
         _expert_up_tile(
             tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr, hidden_ptr, active_ptr,
             begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED, BLOCK_R, BLOCK_F, BLOCK_D,
-            COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET,
+            COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET, ADDS,
         )  # fmt: skip
     else:
         num_tiles = tl.load(num_tiles_ptr)
@@ -66,7 +66,7 @@ def _expert_up_kernel(
             _expert_up_tile(
                 tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr,
                 hidden_ptr, active_ptr, begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED,
-                BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET,
+                BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET, ADDS,
             )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def _expert_up_tile(
     ends_ptr, required_rows_ptr, arrived_ptr, F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of slots and columns, once its rows have been received."""
     if COPY_BLOCKS:
@@ -100,11 +100,14 @@ def _expert_up_tile(
         bias_ptrs = bias_ptr + expert * (2 * F) + features
         gate += tl.load(bias_ptrs, mask=is_feature, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_ptrs + F, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+    keep = is_slot[:, None] & is_feature[None, :]
+    hidden_ptrs = hidden_ptr + slots.to(tl.int64)[:, None] * (2 * F) + features[None, :]
+    if ADDS:
+        gate += tl.load(hidden_ptrs, mask=keep, other=0.0).to(tl.float32)
+        up += tl.load(hidden_ptrs + F, mask=keep, other=0.0).to(tl.float32)
     # the activation is made of the rounded pre-activation, as backward will see it
     gate = gate.to(hidden_ptr.dtype.element_ty)
     up = up.to(hidden_ptr.dtype.element_ty)
-    keep = is_slot[:, None] & is_feature[None, :]
-    hidden_ptrs = hidden_ptr + slots.to(tl.int64)[:, None] * (2 * F) + features[None, :]
     tl.store(hidden_ptrs, gate, mask=keep)
     tl.store(hidden_ptrs + F, up, mask=keep)
     score = tl.load(scores_ptr + slots, mask=is_slot, other=0.0)
@@ -154,6 +157,7 @@ def expert_up(
     bias: Tensor | None = None,
     hidden: Tensor | None = None,
     base: Tensor | None = None,
+    adds: bool = False,
     activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
@@ -165,6 +169,7 @@ def expert_up(
         hidden: where the pre-activation is written, a new tensor if None.
         base: int64 [2] on the device. x_SD and `hidden` are those of several layers; this layer's begin at row base[0]
             and at slot base[1]. Indices count from there.
+        adds: whether the pre-activation is added to what `hidden` has: products with low-rank factors.
     """
     num_slots, (_, _, num_features, width) = scores_R.numel(), weight_e2FD.shape
     if hidden is None:
@@ -181,7 +186,7 @@ def expert_up(
         x_SD, rows_R, scores_R, weights, bias, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(),
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.outputs, BLOCK_D=cut.inner, GROUP=cut.group,
-        LIMIT=activation.limit, ALPHA=activation.alpha, UP_OFFSET=activation.up_offset,
+        LIMIT=activation.limit, ALPHA=activation.alpha, UP_OFFSET=activation.up_offset, ADDS=adds,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     return hidden, active_RF

@@ -214,9 +214,10 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     native = kept * count_packed_experts(recipe) / m.num_moe_layers
     copied = sent or microbatch_tokens(recipe)
     share = 1 - without_hidden / max(kept, 1)
-    if rank := m.adapter.rank_of(
-        "experts"
-    ):  # composed: rows of slots, activations and results of first factors are kept
+    rank, is_fused = m.adapter.rank_of("experts"), recipe.perf.chosen_kernels.experts == "fused"
+    if rank and is_fused:
+        hidden += 2 * rank
+    elif rank:  # composed: rows of slots, activations and results of first factors are kept
         hidden, share = round(width + 1.5 * hidden + 3 * rank), 1.0
     plain, codes = sent * width + share * slots * hidden, (copied * width + share * slots * hidden) / 2
     received = 0 if p.facts.shares_memory_of_ep else sent * width  # else experts get rows again
@@ -245,7 +246,7 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     elements = 0.0
     if "block" in again.layers and m.num_moe_layers and not has_arena:
         elements += _sizes(recipe, capacity_factor).slots * 2 * expert_hidden_size(recipe)
-    if rank := m.adapter.rank_of("experts"):  # composed: gathered rows and results of slots, activations, low products
+    if rank := m.adapter.rank_of("experts"):  # gathered rows and results of slots, activations, low products
         of_slot = 2 * m.expert_width + expert_hidden_size(recipe) + 3 * rank
         elements += _sizes(recipe, capacity_factor).slots * of_slot if m.num_moe_layers else 0
     if "norms" in again.layers:  # what reads it first in backward makes it, and the router reads it last
