@@ -27,9 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import titan_moe
+from titan_moe.adapters import frozen, low_rank, stored
+from titan_moe.config.adapter import AdapterConfig, BaseFormat
 from titan_moe.config.context import ring_backend
 from titan_moe.config.kernels import PRESETS
-from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -51,14 +53,17 @@ from titan_moe.dispatch.symm_mem.memory import SymmMemory
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.composite_mlp import CompositeMLP
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.fp8.format import FP8_BLOCKWISE, FP8_ROWWISE
-from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep
+from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep, fused_expert_mlp
 from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM
 from titan_moe.kernels.optim.accumulate import accumulate_reference
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.attention import Context
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
+from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.ring_attention import RingAttention
 from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
@@ -197,6 +202,8 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
             run_layer(layer, is_trained=True, width=width)  # weights are quantised for each use
         layer.experts.transforms["local"] = UnshardedWeights(None, format, keeps=True, accumulate=accumulate_reference)
         run_layer(layer, is_trained=True, width=width)
+    for mlp, base in product((fused_expert_mlp, CompositeMLP(GROUPED_GEMM["grouped_mm"])), ("compute", "fp8_rowwise")):
+        run_frozen(mlp, base, device, dtype)
     shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
     sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp
     sums[0].sum().backward()
@@ -221,6 +228,26 @@ def run_layer(layer: MoE, is_trained: bool, width: int = WIDTH) -> None:
     layer.experts.requires_grad_(is_trained)
     like = next(layer.parameters())
     layer(torch.randn(2, 4, width, device=like.device, dtype=like.dtype, requires_grad=True)).sum().backward()
+
+
+def run_frozen(mlp: ExpertMLP, base: BaseFormat, device: torch.device, dtype: torch.dtype) -> None:
+    """A model with adapters beside frozen weights, whose experts have this MLP."""
+    adapter = AdapterConfig(rank=8, targets=("attention", "dense", "experts"), base=base)
+    shape: Any = {"num_layers": 2, "num_dense_layers": 1, "vocab_size": 16, "ffn_hidden_size": 16}
+    attention = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
+    with torch.device("meta"):
+        model = Transformer(replace(MODEL, attention=attention, adapter=adapter, **shape))
+    for experts in (module for module in model.modules() if isinstance(module, GroupedExperts)):
+        experts.mlp = mlp
+    stored.apply(model, adapter, ())
+    low_rank.apply(model, adapter)
+    frozen.freeze(model, (), dtype, has_adapters=True)
+    model.to_empty(device=device)
+    init_weights(model, 0, 0.1, 2)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
+    tokens = torch.randint(16, (2, 4), device=device)
+    model(tokens, tokens).sum().backward()
 
 
 def with_arena(device: torch.device, dtype: torch.dtype) -> ExpertCapacity:
