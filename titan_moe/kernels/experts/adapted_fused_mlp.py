@@ -121,6 +121,8 @@ def _backward(
 
 def _sum_over_slots(left_RO: Tensor, right_RI: Tensor, offsets_e: Tensor) -> Tensor:
     """[e, O, I]."""
+    if not len(left_RO):
+        return left_RO.new_zeros(len(offsets_e), left_RO.shape[1], right_RI.shape[1])
     return F.grouped_mm(left_RO.T, right_RI, offs=offsets_e)
 
 
