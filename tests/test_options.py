@@ -167,6 +167,7 @@ KEPT = {
     "model.moe.capacity_factor": "Switch, GShard, Megatron: steps of one size",
     "model.moe.bias_update_speed": "DeepSeek-V3",
     "model.moe.bias_ema": "quantile balancing",
+    "model.mtp.loss_weight": "0.3, then 0.1 in DeepSeek-V3",
     "model.adapter.rank": "LoRA",
     "model.adapter.alpha": "LoRA",
     "model.adapter.targets": "PEFT's target_modules, by kind",

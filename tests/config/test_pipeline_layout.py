@@ -5,9 +5,9 @@ import pytest
 from titan_moe.config.pipeline_layout import parse_layout
 
 
-def letters(stages: tuple[tuple[str, ...], ...]) -> str:
-    """A layout written out, from the names of modules."""
-    of_module = {"embed": "E", "norm": "", "head": "L"}
+def letters(stages: tuple[tuple[str, ...], ...], num_layers: int) -> str:
+    """A layout written out, from the names of modules. Blocks behind the layers are of multi-token prediction."""
+    of_module = {"embed": "E", "norm": "", "head": "L"} | {f"layers.{i}": "m" for i in range(num_layers, 99)}
     return "|".join("".join(of_module.get(name, "t") for name in stage) for stage in stages)
 
 
@@ -22,13 +22,16 @@ def letters(stages: tuple[tuple[str, ...], ...]) -> str:
         ("(E)(t)*2 | , t*2, ||L", "Ett|tt||L"),
         ("E((t|)*2t|)*2L", "Et|t|t|t|t|t|L"),
         ("Et|*3L", "Et|||L"),
+        ("Ett|tm*2L", "Ett|tmmL"),
+        ("Et*3|(tt|)*2mL", "Ettt|tt|tt|mL"),
     ],
 )
 def test_layout_is_written_out(layout: str, written_out: str) -> None:
-    stages = parse_layout(layout, written_out.count("t"), written_out.count("|") + 1)
-    assert letters(stages) == written_out
+    num_layers, num_mtp = written_out.count("t"), written_out.count("m")
+    stages = parse_layout(layout, num_layers, written_out.count("|") + 1, num_mtp)
+    assert letters(stages, num_layers) == written_out
     names = [name for stage in stages for name in stage]
-    assert names == ["embed", *(f"layers.{i}" for i in range(written_out.count("t"))), "norm", "head"]
+    assert names == ["embed", *(f"layers.{i}" for i in range(num_layers + num_mtp)), "norm", "head"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_layout_is_written_out(layout: str, written_out: str) -> None:
         ("Et|EtL", "E (the embedding) is needed once, and it is at positions 1, 4"),
         ("Et|tL*2", "L (the loss) is needed once, and it is at positions 5, 5"),
         ("Ettt", "L (the loss) is needed once, and there is none"),
-        ("Ett|mtL", '"m" at position 5: models have no multi-token prediction yet'),
+        ("Ett|ttmmL", "it has 2 blocks of multi-token prediction (m), but the model has 0"),
         ("Ett|tL", "it has 3 layers (t), but model.num_layers = 4"),
         ("Ettt|t|L", "it has 3 stages, separated by |, but parallel.pp * vpp = 2"),
         ("E(((t*9999)*9999)*9999)*9999L", "the repeat of position 4 makes more than 100,000 letters"),
@@ -61,3 +64,11 @@ def test_layout_errors_say_where_and_what_was_expected(layout: str, message: str
     with pytest.raises(ValueError) as caught:
         parse_layout(layout, 4, 2)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["Ett|tmtL", "Etttm|L", "Ett|mttL"])
+def test_blocks_of_mtp_are_on_the_stage_of_the_loss(layout: str) -> None:
+    with pytest.raises(ValueError, match=r'"m" at position . must be right before L, .*; write "\|mL" for a stage of'):
+        parse_layout(layout, layout.count("t"), 2, 1)
+    with pytest.raises(ValueError, match=r'it has 0 blocks of multi-token .*; write "mmL" at its end'):
+        parse_layout("Et|tL", 2, 2, 2)

@@ -70,6 +70,30 @@ BROKEN = {
         '--optim.trainable=["head.*"] --parallel.expert_clones=auto',
         'parallel.expert_clones = "auto" needs routed experts that optim.trainable = ["head.*"] trains',
     ),
+    "depths_are_in_the_sequence": (
+        "--model.mtp.num_depths=8 --train.seq_len_tokens=8 --parallel.cp=1 --parallel.tp=1",
+        "model.mtp.num_depths = 8 needs sequences of more tokens than train.seq_len_tokens = 8",
+    ),
+    "mtp_is_of_the_default_class": (
+        "--model.mtp.num_depths=1 --model.class=package.module:Mine",
+        'model.mtp.num_depths = 1 is built for the default class alone, not for model.class = "package.module:Mine"',
+    ),
+    "mtp_has_no_adapters": (
+        "--model.mtp.num_depths=1 --model.adapter.rank=8",
+        "model.mtp.num_depths = 1 trains no adapters, as model.adapter.rank = 8 asks for",
+    ),
+    "mtp_is_in_no_pieces": (
+        "--model.mtp.num_depths=1 --parallel.overlap=microbatch",
+        'model.mtp.num_depths = 1 cannot be interleaved by parallel.overlap = "microbatch"',
+    ),
+    "repeated_layer_has_no_clones": (
+        "--model.mtp.num_depths=2 --model.mtp.repeats_layer=true --parallel.expert_clones=auto",
+        'repeats_layer = true applies a block 2 times, which parallel.expert_clones = "auto" has clones for once',
+    ),
+    "repeated_layer_has_no_arena": (
+        "--model.mtp.num_depths=2 --model.mtp.repeats_layer=true --parallel.dispatcher=symm_mem",
+        "model.mtp.repeats_layer = true applies a block 2 times, and the rows that parallel.dispatcher",
+    ),
     "adapter_options_need_a_rank": (
         "--model.adapter.alpha=32.0",
         "model.adapter.alpha = 32.0 needs adapters, but model.adapter.rank = 0",

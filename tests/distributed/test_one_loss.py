@@ -96,8 +96,8 @@ def recipe(
 
 
 class Trace(SimpleNamespace):
-    """The observations of a run: losses, aux_losses, grad_norms and counts by step, grads by name; and the graphs that
-    were compiled by then."""
+    """The observations of a run: losses, aux_losses, grad_norms, mtp_losses and counts by step, grads by name; and the
+    graphs that were compiled by then."""
 
 
 def batch_of(
@@ -163,7 +163,7 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
     if num_starved >= 0:
         for router in step.balancer.routers.values():
             starve(router, num_starved)
-    trace = Trace(losses=[], aux_losses=[], grad_norms=[], counts=[], grads={}, num_graphs=[])
+    trace = Trace(losses=[], aux_losses=[], grad_norms=[], mtp_losses=[], counts=[], grads={}, num_graphs=[])
     for index in range(min(num_steps, run.train.steps)):
         has_documents = run.data.document_attention
         batch = batch_of(
@@ -182,6 +182,7 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
         trace.losses.append(result.loss.item())
         trace.aux_losses.append(result.aux_loss.item())
         trace.grad_norms.append(result.grad_norm.item())
+        trace.mtp_losses.append({k: loss.item() for k, loss in result.metrics.items() if k.startswith("mtp_loss")})
         trace.counts.append({name: counts.tolist() for name, counts in result.tokens_per_expert.items()})
         trace.num_graphs.append(counters["stats"]["unique_graphs"])
     return vars(trace)
@@ -255,6 +256,7 @@ def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
     # the auxiliary loss is summed in fp32
     torch.testing.assert_close(actual.aux_losses, expected.aux_losses[:num_steps], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(actual.grad_norms, expected.grad_norms[:num_steps], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.mtp_losses, expected.mtp_losses[:num_steps], rtol=tolerance, atol=tolerance)
     assert actual.grads.keys() == expected.grads.keys()
     for name, grad in expected.grads.items():
         torch.testing.assert_close(

@@ -24,6 +24,7 @@ from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.moe import MoE
+from titan_moe.layers.mtp import MTPBlock
 
 Method = tuple[nn.Module, str]
 
@@ -47,6 +48,8 @@ def apply(
                 module.experts.compute = _compile_experts(module)  # type: ignore
         elif isinstance(module, Block):
             _compile_parts(module, "forward" if _is_dense(module) else "front", borders)
+            if isinstance(module, MTPBlock) and not _is_dense(module):
+                _compile_parts(module, "join", borders)
 
 
 def modules_in_graphs(model: nn.Module, config: CompileConfig, device: torch.device) -> set[nn.Module]:
@@ -60,6 +63,7 @@ def modules_in_graphs(model: nn.Module, config: CompileConfig, device: torch.dev
                 inside.update(piece.modules())
         elif isinstance(module, Block):  # all of it, or its front
             inside.update((module if _is_dense(module) else module.attention).modules())
+            inside.update([module.eh_proj] if isinstance(module, MTPBlock) else [])
     return inside
 
 

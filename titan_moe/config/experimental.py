@@ -13,7 +13,7 @@ class Experimental(NamedTuple):
     """A value of a field."""
 
     key: str
-    value: str | bool  # of a list, the name of an entry
+    value: str | bool | int  # of a list, the name of an entry; of a number, the smallest that is meant
     reason: str
     """What is not measured, or by how much it did not win."""
     has_effect: Callable[[Any], bool] = lambda recipe: True
@@ -53,6 +53,7 @@ EXPERIMENTAL = (
     Experimental("model.attention.output_gate", "element", _ON_CPUS_ALONE),
     Experimental(
         "model.moe.group_score", "top_share_sum", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.num_groups > 1
+    ),
     Experimental("model.moe.bias_update", "quantile", _ON_CPUS_ALONE),
     Experimental(
         "model.moe.drop_policy", "position", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.capacity_factor > 0
@@ -61,7 +62,6 @@ EXPERIMENTAL = (
         "model.moe.drop_over", "sequence", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.capacity_factor > 0
     ),
     Experimental("model.moe.pad_to_capacity", True, _ON_CPUS_ALONE),
-    ),
     *(
         Experimental("model.adapter.targets", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
         for name in ("attention", "dense", "shared", "experts")
@@ -70,6 +70,8 @@ EXPERIMENTAL = (
         Experimental("model.adapter.base", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
         for name in ("fp8_rowwise", "fp8_blockwise")
     ),
+    Experimental("model.mtp.num_depths", 1, _ON_CPUS_ALONE),
+    Experimental("model.mtp.repeats_layer", True, _ON_CPUS_ALONE, lambda recipe: recipe.model.mtp.num_depths > 1),
     Experimental("optim.kind", "muon", _ON_CPUS_ALONE),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),
@@ -84,9 +86,10 @@ EXPERIMENTAL = (
 def is_used(row: Experimental, recipe: Any) -> bool:
     """Whether a recipe has the value of a row, and uses it."""
     value = attrgetter(row.key)(recipe)
-    has_value = (
-        row.value in [entry.partition(":")[0] for entry in value] if type(value) is tuple else value == row.value
-    )
+    if type(value) is tuple:
+        has_value = row.value in [entry.partition(":")[0] for entry in value]
+    else:
+        has_value = value >= row.value if type(row.value) is int else value == row.value
     return has_value and row.has_effect(recipe)
 
 

@@ -40,7 +40,7 @@ class GemmModule(NamedTuple):
 def gemm_modules(model: ModelConfig, parallel: ParallelConfig = ALONE) -> tuple[GemmModule, ...]:
     """List the modules of all layers. The blocks of a `model.class` of one's own may lack some."""
     rows = [(row.path, row.part, row.widths, row) for row in modules_of(model, parallel) if row.part]
-    return tuple(GemmModule(layer, *row) for layer in range(model.num_layers) for row in rows if row[-1].is_in(layer))
+    return tuple(GemmModule(layer, *row) for layer in range(model.num_blocks) for row in rows if row[-1].is_in(layer))
 
 
 def why_kept(recipe: Recipe, module: GemmModule) -> str:
@@ -53,7 +53,7 @@ def _why_kept_by_name(recipe: Recipe, layer: int, path: str) -> str:
     p = recipe.precision
     if layer < p.num_layers_at_start_in_compute:
         return f"num_layers_at_start_in_compute = {p.num_layers_at_start_in_compute}"
-    if layer >= recipe.model.num_layers - p.num_layers_at_end_in_compute:
+    if layer >= recipe.model.num_blocks - p.num_layers_at_end_in_compute:
         return f"num_layers_at_end_in_compute = {p.num_layers_at_end_in_compute}"
     pattern = matches(p.modules_in_compute, f"layers.{layer}.{path}")
     return f'modules_in_compute: "{pattern}"' if pattern else ""

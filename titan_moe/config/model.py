@@ -1,16 +1,15 @@
 """The shape of a model: `[model]` and `[model.moe]` of a recipe; attention.py has `[model.attention]`."""
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from titan_moe.config.adapter import AdapterConfig
 from titan_moe.config.attention import AttentionConfig
 from titan_moe.config.balance import AuxLosses
+from titan_moe.config.layer_kinds import Layers as Layers
+from titan_moe.config.layer_kinds import consecutive, layers_by_kind
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.swiglu import SwiGLU
-
-Layers = range | tuple[int, ...]
-"""Numbers of layers in ascending order, from 0."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +211,8 @@ class ModelConfig:
     """The attention layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The mixture-of-experts layer."""
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    """Multi-token prediction."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """Low-rank adapters beside frozen weights."""
 
@@ -229,11 +230,26 @@ class ModelConfig:
         return self.moe.latent_size or self.hidden_size
 
     @property
+    def num_blocks(self) -> int:
+        """All blocks: the layers, and behind them those of multi-token prediction."""
+        return self.num_layers + self.mtp.num_layers
+
+    @property
+    def mtp_layers(self) -> range:
+        """The blocks of multi-token prediction."""
+        return range(self.num_layers, self.num_blocks)
+
+    @property
     def layers_by_kind(self) -> tuple[Layers, Layers]:
         """The blocks with a dense feed-forward layer, and those with experts. All that asks for a layer's kind reads
-        it."""
+        it. Blocks of multi-token prediction have experts if the model has."""
         num_dense = self.num_dense_layers if self.moe.num_experts else self.num_layers
-        return _layers_by_kind(self.num_layers, num_dense, tuple(self.dense_layers), self.moe_every)
+        dense, moe = layers_by_kind(self.num_layers, num_dense, tuple(self.dense_layers), self.moe_every)
+        if not self.mtp.num_layers:
+            return dense, moe
+        if self.moe.num_experts:
+            return dense, consecutive([*moe, *self.mtp_layers])
+        return consecutive([*dense, *self.mtp_layers]), moe
 
     @property
     def moe_layers(self) -> Layers:
@@ -247,33 +263,20 @@ class ModelConfig:
 
     def with_layers(self, layers: Layers | list[int]) -> "ModelConfig":
         """The model with these of its layers, in this order. Each has the kind that it had. The fewest fields say
-        it, so two models with all of their layers are equal if the kinds of these are."""
-        moe_layers = set(self.moe_layers)
-        dense = [i for i, layer in enumerate(layers) if layer not in moe_layers]
+        it, so two models with all of their layers are equal if the kinds of these are. Blocks of multi-token
+        prediction are last, and all or none."""
+        moe_layers, of_model = set(self.moe_layers), [layer for layer in layers if layer < self.num_layers]
+        dense = [i for i, layer in enumerate(of_model) if layer not in moe_layers]
         num_leading = next((i for i, layer in enumerate(dense) if i != layer), len(dense))
         others = tuple(dense[num_leading:])
-        kinds = replace(self, num_layers=len(layers), num_dense_layers=num_leading, dense_layers=others, moe_every=1)
-        if others and kinds.num_moe_layers > 1:
-            step = kinds.moe_layers[1] - kinds.moe_layers[0]
+        mtp = self.mtp if len(of_model) < len(layers) else replace(self.mtp, num_depths=0)
+        own: Any = {"num_layers": len(of_model), "dense_layers": others, "mtp": mtp}
+        kinds = replace(self, num_dense_layers=num_leading, moe_every=1, **own)
+        with_experts = [layer for layer in kinds.moe_layers if layer < kinds.num_layers]
+        if others and len(with_experts) > 1:
+            step = with_experts[1] - with_experts[0]
             for leading in (0, num_leading):
                 regular = replace(kinds, num_dense_layers=leading, dense_layers=(), moe_every=step)
                 if regular.layers_by_kind == kinds.layers_by_kind:
                     return regular
         return kinds
-
-
-@lru_cache(maxsize=256)
-def _layers_by_kind(
-    num_layers: int, num_dense: int, dense_layers: tuple[int, ...], moe_every: int
-) -> tuple[Layers, Layers]:
-    """Ranges where layers are consecutive. Values that break a rule are taken as the next best ones."""
-    if not dense_layers and moe_every <= 1:
-        first = min(max(num_dense, 0), num_layers)
-        return range(first), range(first, num_layers)
-    moe = [i for i in range(num_dense, num_layers) if (i + 1) % max(moe_every, 1) == 0 and i not in dense_layers]
-    return _consecutive([i for i in range(num_layers) if i not in moe]), _consecutive(moe)
-
-
-def _consecutive(layers: list[int]) -> Layers:
-    is_range = bool(layers) and layers[-1] - layers[0] == len(layers) - 1
-    return range(layers[0], layers[-1] + 1) if is_range else tuple(layers)

@@ -11,12 +11,13 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from titan_moe.config.adapter import kind_of_linear, num_matrices
-from titan_moe.config.model import Layers, ModelConfig
+from titan_moe.config.layer_kinds import Layers, consecutive
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.parse import RecipeError
 from titan_moe.config.precision import Part
 
-Region = Literal["embedding", "attention", "norms", "dense", "router", "experts", "shared", "latent", "head"]
+Region = Literal["embedding", "attention", "norms", "dense", "router", "experts", "shared", "latent", "mtp", "head"]
 """What a module counts as. Most are regions of a trace too."""
 
 
@@ -101,6 +102,8 @@ def modules_of(model: ModelConfig, parallel: ParallelConfig = ALONE) -> tuple[Mo
     """
     table = import_named("model.table", model.table) if model.table else default_modules
     rows = tuple(table(model, parallel))
+    if model.mtp.num_uses > 1:
+        rows = tuple(each for row in rows for each in _by_uses(row, model))
     if model.adapter.is_used:
         rows = tuple(each for row in rows for each in (row, *_adapters(row, model, parallel)))
     if not all(isinstance(row, Module) for row in rows):
@@ -131,7 +134,7 @@ def parameters_of_an_expert(model: ModelConfig, etp: int = 1) -> int:
 
 def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     """The rows of the default class."""
-    width, words, layers, tp = model.hidden_size, model.vocab_size, range(model.num_layers), max(p.tp, 1)
+    width, words, layers, tp = model.hidden_size, model.vocab_size, range(model.num_blocks), max(p.tp, 1)
     dense_layers, moe_layers = model.layers_by_kind
     attention = _gqa if model.attention.kind == "gqa" else _mla
     vocabulary, columns = Split("vocab_size", words), Split("hidden_size", width)
@@ -155,7 +158,10 @@ def default_modules(model: ModelConfig, p: ParallelConfig) -> Iterator[Module]:
     yield from _mlp("dense", dense_layers, tp, "feed_forward", width, hidden)
     yield from _moe(model, moe_layers, p)
     yield _vectors("norms", by_placement[model.norm_placement], "ffn_post_norm", of_norm, **of_results)
+    if model.mtp.num_layers:
+        yield from _mtp(model, tp, of_norm, two)
     yield _vectors("norms", None, "norm", of_norm, **two)
+    splits["multiply_adds"] = (1 + model.mtp.num_depths) * width * words  # each depth has a loss
     head = _matrix("head", None, tp, "head", (width, words), "outputs", **splits)
     yield replace(head, parameters=0, own_parameters=0) if model.embeddings_are_tied else head
     yield _vectors("head", None, "head.bias", words if model.head_bias else 0)
@@ -337,6 +343,28 @@ def _mlp(region: Region, layers: Layers, tp: int, path: str, width: int, split: 
     alone = tp > 1 or is_dense
     yield row(f"{path}.gate_up", (width, 2 * hidden), "outputs", copies=tp, reads_alone=alone, tp_split=split, **kept)
     yield row(f"{path}.down", (hidden, width), "inputs")
+
+
+def _mtp(model: ModelConfig, tp: int, of_norm: int, tensors: Any) -> Iterator[Module]:
+    """What a block of multi-token prediction has beside a block: it joins two hidden states, and norms its result."""
+    width, layers = model.hidden_size, model.mtp_layers
+    for name in ("embedding_norm", "hidden_norm"):
+        yield _vectors("norms", layers, name, of_norm, kept=width, **tensors)
+    yield _matrix("mtp", layers, tp, "eh_proj", (2 * width, width), kept=2 * width, gradients=3 * width)
+    yield _vectors("norms", layers, "final_norm", of_norm, kept=2 * width, **tensors)
+
+
+def _by_uses(row: Module, model: ModelConfig) -> Iterator[Module]:
+    """A module as it is in a block of multi-token prediction that is applied several times, and in others."""
+    others, number = consecutive([i for i in row.layers or () if i < model.num_layers]), model.mtp.num_uses
+    if row.layers is None or len(others) == len(row.layers):
+        yield row
+        return
+    if others:
+        yield replace(row, layers=others)
+    counts: Any = {name: number * getattr(row, name) for name in ("multiply_adds", "pair_width", "kept", "received")}
+    counts |= {name: tuple((part, number * n) for part, n in getattr(row, name)) for name in ("freed", "sent")}
+    yield replace(row, layers=model.mtp_layers, **counts, kept_as_codes=number * row.kept_as_codes)
 
 
 def _moe(model: ModelConfig, layers: Layers, p: ParallelConfig) -> Iterator[Module]:

@@ -40,7 +40,7 @@ RECOMPUTED_INSTEAD: Mapping[str, str] = {
 
 def offload_of(recipe: Recipe) -> PartsByLayer:
     """What the host keeps of a recipe. Entries that break a rule are left out."""
-    return _parse(recipe.memory.offload, recipe.model.num_layers)
+    return _parse(recipe.memory.offload, recipe.model.num_blocks)
 
 
 @lru_cache(maxsize=256)

@@ -2,7 +2,8 @@
 
 "Et*3|(tt|)*2tL" is "Ettt|tt|tt|tL": four stages. E is the embedding, t a decoder layer, m a layer of multi-token
 prediction, L the last norm, the head and the loss; | separates two stages. *n repeats the letter or the (group) before
-it. Commas and spaces are ignored.
+it. Commas and spaces are ignored. All m are right before L, on its stage, which has the embedding too then: "|mL" gives
+them a stage of their own.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class Letter(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def parse_layout(layout: str, num_layers: int, num_stages: int) -> tuple[tuple[str, ...], ...]:
+def parse_layout(layout: str, num_layers: int, num_stages: int, num_mtp_layers: int = 0) -> tuple[tuple[str, ...], ...]:
     """Return the names of the modules of each stage, as models/part.py takes them; an empty stage has none.
 
     Raises: ValueError that says what is wrong, where, and what was expected.
@@ -33,6 +34,7 @@ def parse_layout(layout: str, num_layers: int, num_stages: int) -> tuple[tuple[s
     if end < len(letters):
         raise ValueError(f'")" at position {letters[end].position} has no "(" before it; drop it, or add "("')
     _check_ends(written_out)
+    _check_mtp(written_out, num_mtp_layers)
     num_t = sum(letter.text == "t" for letter in written_out)
     if num_t != num_layers:
         raise ValueError(f"it has {num_t} layers (t), but model.num_layers = {num_layers}")
@@ -88,9 +90,23 @@ def _check_ends(letters: Sequence[Letter]) -> None:
     for at, text, which in ((0, "E", "first"), (-1, "L", "last")):
         if letters[at].text != text:
             raise ValueError(f'"{letters[at].text}" at position {letters[at].position} is {which}; expected {text}')
-    for letter in letters:
-        if letter.text == "m":
-            raise ValueError(f'"m" at position {letter.position}: models have no multi-token prediction yet; drop it')
+
+
+def _check_mtp(letters: Sequence[Letter], number: int) -> None:
+    """As many as the model has, right before L: the loss of a depth needs the head, and the next depth its state."""
+    found = [letter for letter in letters if letter.text == "m"]
+    if len(found) != number:
+        raise ValueError(
+            f"it has {len(found)} blocks of multi-token prediction (m), but the model has {number}, by "
+            f'model.mtp.num_depths and repeats_layer; write "{"m" * number}L" at its end'
+        )
+    before_loss = letters[len(letters) - 1 - number : -1]
+    for letter in found:
+        if letter not in before_loss:
+            raise ValueError(
+                f'"m" at position {letter.position} must be right before L, on its stage: each depth needs the head; '
+                f'write "|{"m" * number}L" for a stage of its own'
+            )
 
 
 def _modules(letters: Sequence[Letter]) -> tuple[tuple[str, ...], ...]:
@@ -101,7 +117,7 @@ def _modules(letters: Sequence[Letter]) -> tuple[tuple[str, ...], ...]:
             stages.append([])
         elif letter.text == "E":
             stages[-1].append("embed")
-        elif letter.text == "L":
+        elif letter.text == "L":  # m are numbered behind t, and the last norm is before them
             stages[-1] += ["norm", "head"]
         else:
             stages[-1].append(f"layers.{num_layers}")

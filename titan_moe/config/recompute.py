@@ -93,7 +93,7 @@ class Recompute(PartsByLayer):
 
 def recompute_of(recipe: Recipe) -> Recompute:
     """What a recipe computes again; nothing while "auto" is not resolved."""
-    return of_entries(recipe.memory.recompute, recipe.model.num_layers)
+    return of_entries(recipe.memory.recompute, recipe.model.num_blocks)
 
 
 @lru_cache(maxsize=256)

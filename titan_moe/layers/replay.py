@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.model import ModelConfig
 from titan_moe.layers.choice import RecordedChoice, routing_by
 from titan_moe.layers.router import TopKRouter
 
@@ -141,7 +142,8 @@ class RoutingReplay:
 def routers_of(model: nn.Module) -> tuple[dict[int, TopKRouter], int]:
     """The routers by layer, and how many layers there are, dense ones included.
 
-    Those of a model with `layers` have their numbers there, and others of it choose for themselves. Without `layers`
+    Those of a model with `layers` have their numbers there, and others of it choose for themselves, as those of
+    multi-token prediction do. Without `layers`
     they are numbered in their order.
     """
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, TopKRouter)]
@@ -150,7 +152,10 @@ def routers_of(model: nn.Module) -> tuple[dict[int, TopKRouter], int]:
         return dict(enumerate(router for _, router in named)), len(named)
     routers = {int(number[1]): router for number, (_, router) in zip(numbers, named, strict=True) if number}
     config = getattr(model, "config", None)
-    return routers, getattr(config, "num_layers", max(routers) + 1)
+    num_layers: int = getattr(config, "num_layers", max(routers) + 1)
+    if isinstance(config, ModelConfig) and config.mtp.num_layers:
+        routers = {layer: router for layer, router in routers.items() if layer < num_layers}
+    return routers, num_layers
 
 
 def misfit(ids_K: Tensor, num_experts: int) -> str:

@@ -30,6 +30,7 @@ from titan_moe.layers.block import Block
 from titan_moe.layers.choice import KeptChoice, nothing_chosen, routing_by
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mla import MultiHeadLatentAttention
+from titan_moe.layers.mtp import MTPBlock
 from titan_moe.layers.router import TopKRouter
 from titan_moe.memory.repeated_outputs import RepeatedOutputs
 from titan_moe.memory.saved_tensors import Scope
@@ -38,7 +39,7 @@ WAY_OUT = 'memory.recompute = "block" keeps it for the tokens of a block\'s firs
 """For a user's block that its routers' choices do not fit."""
 KEPT = {"moe_act": Keep.ROWS, "experts": Keep.NOTHING}
 """What fused experts keep."""
-DETERMINISTIC = (Block, GroupedExperts, GroupedQueryAttention, MultiHeadLatentAttention)
+DETERMINISTIC = (Block, MTPBlock, GroupedExperts, GroupedQueryAttention, MultiHeadLatentAttention)
 """Modules without random numbers. A user's block may have dropout."""
 
 

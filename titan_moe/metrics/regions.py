@@ -11,6 +11,7 @@ from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mlp import NoMLP
 from titan_moe.layers.moe import MoE
+from titan_moe.layers.mtp import MTPBlock
 from titan_moe.profile.region import in_region
 
 
@@ -21,6 +22,8 @@ def apply(model: nn.Module) -> None:
             _wrap(block, "attention", "front")
             if not isinstance(block.feed_forward, MoE):
                 _wrap(block.feed_forward, "dense", "forward")
+        if isinstance(block, MTPBlock):
+            _wrap(block, "mtp", "join")
         _wrap(block, "block", "forward")
     for module in model.modules():
         if isinstance(module, MoE):

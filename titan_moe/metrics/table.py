@@ -35,6 +35,7 @@ class StepNumbers(NamedTuple):
     share_sums: Mapping[str, Tensor] = {}  # the same of each expert's share of the scores
     bias_spread: Tensor | float = 0.0  # of this rank's routers
     num_dropped: Tensor | float = 0.0  # assignments of this rank's tokens; then of all ranks
+    mtp_K2: Tensor | None = None  # of this rank: the loss of each depth of multi-token prediction, and its label tokens
 
 
 class Metric(NamedTuple):
@@ -91,6 +92,9 @@ SET_OF_VALIDATION = "validation_loss/"
 """Begins the name of the metric of one of `validation.sets`."""
 EPOCH_OF_SOURCE = "epoch/"
 """Begins the name of the metric of a source of a mixture."""
+MTP_LABELS = "mtp_labels/"
+OF_DEPTH = "mtp_loss/"
+"""Begins the name of the loss of a depth of multi-token prediction, a mean over the label tokens of that depth."""
 METRICS = (
     Metric("loss", "loss {:.4f}", lambda step: step.loss, "sum"),
     Metric("aux_loss", lambda r: r["aux_loss"] and f"aux {r['aux_loss']:.2e}", lambda step: step.aux_loss, "sum"),
@@ -129,7 +133,26 @@ METRICS = (
 
 def measured(recipe: Recipe) -> list[Metric]:
     """What the steps of a recipe measure."""
-    return [metric for metric in METRICS if metric.measure is not None and metric.when(recipe)]
+    return [metric for metric in METRICS if metric.measure is not None and metric.when(recipe)] + mtp_metrics(recipe)
+
+
+def mtp_metrics(recipe: Recipe) -> list[Metric]:
+    """The sums and numbers of label tokens of all depths of multi-token prediction, of which `finish_mtp` makes their
+    losses."""
+
+    def of(depth: int, part: int) -> Callable[[StepNumbers], Tensor]:
+        return lambda step: step.loss.new_zeros(()) if step.mtp_K2 is None else step.mtp_K2[depth, part]
+
+    depths = range(recipe.model.mtp.num_depths)
+    sums = [Metric(f"{OF_DEPTH}{depth + 1}", "", of(depth, 0), "sum") for depth in depths]
+    return sums + [Metric(f"{MTP_LABELS}{depth + 1}", "", of(depth, 1), "sum") for depth in depths]
+
+
+def finish_mtp(metrics: dict[str, Tensor]) -> None:
+    """Divide the losses of depths by their label tokens, once both are of all ranks. Both have one scale."""
+    for name in [name for name in metrics if name.startswith(MTP_LABELS)]:
+        number, depth = metrics.pop(name), OF_DEPTH + name.removeprefix(MTP_LABELS)
+        metrics[depth] = torch.where(number > 0, metrics[depth] / number, 0.0)
 
 
 def measure(
@@ -157,6 +180,7 @@ def record_of(step: int, known: Record, recipe: Recipe) -> dict[str, Any]:
     """The record of a step: what is known of it, in the order of the table."""
     recorded = [metric.name for metric in METRICS if metric.is_recorded and metric.when(recipe)]
     recorded += [EPOCH_OF_SOURCE + name for name in recipe.data.by_source() if name]
+    recorded[1:1] = [f"{OF_DEPTH}{depth + 1}" for depth in range(recipe.model.mtp.num_depths)]
     recorded += [SET_OF_VALIDATION + name for name in recipe.validation.sets]
     return {"step": step} | {name: known[name] for name in recorded if name in known}
 
@@ -172,4 +196,7 @@ def words_of(record: Record, unit: str) -> list[str]:
     )
     sets = {name: loss for name, loss in record.items() if name.startswith(SET_OF_VALIDATION) and loss is not None}
     of_sets = [f"{name.removeprefix(SET_OF_VALIDATION)} {loss:.4f}" for name, loss in sets.items()]
-    return [str(words) for words in said if words] + of_sets
+    losses = [f"{value:.4f}" for name, value in record.items() if name.startswith(OF_DEPTH)]
+    of_depths = [f"mtp {', '.join(losses)}"] if losses else []
+    first, *others = [str(words) for words in said if words] or [""]
+    return [*([first] if first else []), *of_depths, *others, *of_sets]

@@ -6,6 +6,7 @@ from copy import deepcopy
 
 from torch import Tensor, nn
 
+from titan_moe.layers.mtp import MTPBlock
 from titan_moe.parameters import ParameterKind
 
 TIED = "embed", "head"
@@ -35,7 +36,8 @@ def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
     Names are those of the model's children and of its blocks: "embed", "layers.0", "norm", "head". Kept modules keep
     their names, so initial weights and checkpoints do not depend on the split. A part without the embedding takes
     hidden states [B, N, D]; one without the head returns them. The weight of tied embeddings is in the part of the
-    embedding and in that of the head, with both names; the sum of its two gradients is for the caller.
+    embedding and in that of the head, with both names; the sum of its two gradients is for the caller. So it is with
+    the embedding of multi-token prediction, which its part has too.
 
     Raises: ValueError for an unknown name, and for any other weight in two parts.
 
@@ -52,6 +54,7 @@ def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
     for name in kept:
         if name not in module_names(model):
             raise ValueError(f"{name!r} is no module of the model; it has {', '.join(module_names(model))}")
+    kept = with_embedding_of_mtp(model, kept)
     _refuse_shared_weights(model, kept)
     part = deepcopy(model)
     shared = tied_weight(part) if set(TIED) & set(kept) else None
@@ -66,6 +69,12 @@ def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
         else:
             setattr(part, child, PassThrough())
     return part
+
+
+def with_embedding_of_mtp(model: nn.Module, kept: Collection[str]) -> Collection[str]:
+    """The modules of a part, with the embedding if blocks of multi-token prediction are among them."""
+    blocks = (model.get_submodule(name) for name in kept if name.startswith("layers."))
+    return {*kept, "embed"} if any(isinstance(block, MTPBlock) for block in blocks) else kept
 
 
 def tied_weight(model: nn.Module) -> nn.Parameter | None:

@@ -3,7 +3,7 @@
 B batch · N sequence · D model width · V vocabulary
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -20,10 +20,15 @@ from titan_moe.layers.block import Block, keeps_context
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.kv_cache import KVCache
 from titan_moe.layers.mask import MASKS, Mask, MaskSpec, dense_mask
+from titan_moe.layers.mtp import MTPBlock, attach, shifted
 from titan_moe.layers.norm import NORMS
 from titan_moe.layers.rope import no_rotation, query_factors, rope_tables
 from titan_moe.models.generate import ALL_TOKENS, AllTokens, CachedForwards, NextLogits, TextGenerator, WholeForwards
 from titan_moe.models.part import PassThrough, tied_weight
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 class Transformer(nn.Module, TextGenerator):
@@ -43,6 +48,10 @@ class Transformer(nn.Module, TextGenerator):
     """Which part of the tokens of a forward that is, of those of a tensor-parallel group."""
     new_tokens: AllTokens = ALL_TOKENS
     """What this rank takes of the new tokens of a cache."""
+    whole_sequences: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
+    """From the tokens or labels of a forward, [B, N], to those of whole sequences."""
+    own_tokens: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
+    """The inverse."""
     query_shard: SequenceShard = WHOLE_SEQUENCES
     """The tokens whose queries attend on this rank; those of a forward, or of whole sequences."""
 
@@ -57,6 +66,7 @@ class Transformer(nn.Module, TextGenerator):
         self.embed = _embedding(config)
         dense, _ = config.layers_by_kind
         blocks = [self.block_class(config, is_dense=i in dense, kernels=kernels) for i in range(config.num_layers)]
+        blocks += [MTPBlock(config, is_dense=i in dense, kernels=kernels) for i in config.mtp_layers]
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
         sizes = config.hidden_size, config.vocab_size, loss_chunk_tokens
@@ -71,17 +81,62 @@ class Transformer(nn.Module, TextGenerator):
         labels_BN: Tensor | None = None,
         document_ids_BN: Tensor | None = None,
         cache: KVCache | None = None,
+        read_BN: Tensor | None = None,
     ) -> Tensor:
         """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] their summed loss (fp32 or wider).
 
         Without the embedding the input is hidden states [B, N, D]; without the head they are the output. With a cache
-        tokens are new ones of all rows, [1, T].
+        tokens are new ones of all rows, [1, T]. The loss has the gradients of multi-token prediction too, if the model
+        has that; `read_BN` are the tokens then, where the input is hidden states.
         """
         contexts = self.contexts(tokens_BN, document_ids_BN) if cache is None else self._of_cache(tokens_BN, cache)
-        x_BND = self.embed(tokens_BN)
+        x_BND = tokens_BN if tokens_BN.is_floating_point() else self.embed(tokens_BN)
         for name, block in self.layers.items():
-            x_BND = block(x_BND, contexts[name])
-        return self.head(self.norm(x_BND), labels_BN)
+            if not isinstance(block, MTPBlock):
+                x_BND = block(x_BND, contexts[name])
+        normed_BND = self.norm(x_BND)
+        result = self.head(normed_BND, labels_BN)
+        if labels_BN is not None and self.mtp_blocks and torch.is_grad_enabled():
+            tokens_BN = tokens_BN if read_BN is None else read_BN
+            return self._with_mtp(result, normed_BND, tokens_BN, labels_BN, document_ids_BN, contexts)
+        return result
+
+    @property
+    def mtp_blocks(self) -> dict[str, MTPBlock]:
+        """The blocks of multi-token prediction by name; none in parts of a model without its last layers."""
+        return {name: block for name, block in self.layers.items() if isinstance(block, MTPBlock)}
+
+    def predict_ahead(
+        self, h_BND: Tensor, tokens_ahead_BN: Tensor, contexts: Mapping[str, Context], depth: int
+    ) -> Tensor:
+        """What the head reads of a depth of multi-token prediction, the first of which is 1, [B, N, D].
+
+        From that of the depth before (of 0: what `norm` returns) and the tokens so many places ahead. A draft of
+        speculative decoding is the head's word for the last token.
+        """
+        name, block = list(self.mtp_blocks.items())[self.config.mtp.layer_of(depth)]
+        ahead_BND: Tensor = block(h_BND, contexts[name], self.embed(tokens_ahead_BN))
+        return ahead_BND
+
+    def _with_mtp(
+        self,
+        loss: Tensor,
+        h_BND: Tensor,
+        tokens_BN: Tensor,
+        labels_BN: Tensor,
+        document_ids_BN: Tensor | None,
+        contexts: Mapping[str, Context],
+    ) -> Tensor:
+        """The main loss, with the gradients of all depths."""
+        mtp, blocks = self.config.mtp, list(self.mtp_blocks.values())
+        whole = self.whole_sequences(tokens_BN), self.whole_sequences(labels_BN), document_ids_BN
+        for depth in range(1, mtp.num_depths + 1):
+            tokens_ahead_BN, labels_ahead_BN = map(self.own_tokens, shifted(*whole, depth))
+            h_BND = self.predict_ahead(h_BND, tokens_ahead_BN, contexts, depth)
+            sums_2 = blocks[mtp.layer_of(depth)].losses.sums_K2[depth - 1 if mtp.repeats_layer else 0]
+            loss_ahead = self.head(h_BND, labels_ahead_BN)
+            loss = attach(loss, loss_ahead, labels_ahead_BN, sums_2, mtp.loss_weight / mtp.num_depths)
+        return loss
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Tied embeddings stay one parameter where parameters are replaced, as by `to_empty`."""

@@ -70,6 +70,8 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend
                 module.out.register_forward_pre_hook(HeadsToTokens(group))
             case Transformer():
                 module.num_context_ranks = config.cp
+                module.whole_sequences = gather = GatherTokens(config, group)
+                module.own_tokens = gather.own
                 if config.cp_kind != "ulysses":
                     module.query_shard = shard
                 if config.cp_kind == "ring":
@@ -166,6 +168,28 @@ class GatherKeys:
         whole_BNX = torch.cat([heads, tails.flip(0)]).transpose(0, 1).flatten(1, 2)
         whole_first, whole_second = whole_BNX.split(widths, dim=-1)
         return whole_first.unflatten(2, shapes[0]), whole_second.unflatten(2, shapes[1])
+
+
+class GatherTokens:
+    """`Transformer.whole_sequences`: from own tokens, or labels, to those of whole sequences."""
+
+    def __init__(self, config: ParallelConfig, group: dist.ProcessGroup) -> None:
+        self.shards, self.group = [sequence_shard(config, rank) for rank in range(group.size())], group
+
+    def __call__(self, own_Bn: Tensor) -> Tensor:
+        """[B, n] -> [B, N], in the order of the sequence."""
+        by_rank = all_gather(own_Bn, self.group).chunk(self.group.size())
+        num_tokens = own_Bn.shape[1] * self.group.size()
+        chunks: dict[int, Tensor] = {}
+        for shard, rows_Bn in zip(self.shards, by_rank, strict=True):
+            slices = shard.slices(num_tokens)
+            chunks |= {chunk.start: part for chunk, part in zip(slices, rows_Bn.chunk(len(slices), 1), strict=True)}
+        return torch.cat([chunks[start] for start in sorted(chunks)], dim=1)
+
+    def own(self, whole_BN: Tensor) -> Tensor:
+        """The inverse."""
+        chunks = self.shards[self.group.rank()].slices(whole_BN.shape[1])
+        return torch.cat([whole_BN[:, chunk] for chunk in chunks], dim=1)
 
 
 class NextLogitsOfParts:

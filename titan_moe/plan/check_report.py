@@ -90,6 +90,7 @@ def _shape(recipe: Recipe) -> str:
     m = recipe.model
     num_dense_layers = len(m.layers_by_kind[0])
     dense = f" ({num_dense_layers} dense, width {m.ffn_hidden_size})" if num_dense_layers else ""
+    dense += f" and {counted(m.mtp.num_layers, 'block')} of MTP" if m.mtp.num_layers else ""
     return f"{m.name}: {m.num_layers} layers{dense}, width {m.hidden_size}, vocabulary {m.vocab_size:,}"
 
 
@@ -141,6 +142,7 @@ def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
         "routed experts": parameters["experts"],
         "shared experts": parameters["shared"],
         "latent": parameters["latent"],
+        "joins of MTP": parameters["mtp"],
         "router and norms": parameters["router"] + parameters["norms"],
     }
     listed = ", ".join(f"{name} {abbreviate(size)}" for name, size in parts.items() if size)

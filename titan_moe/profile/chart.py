@@ -5,7 +5,7 @@ from html import escape
 
 PALETTE = (
     "#4e79a7 #59a14f #f28e2b #e15759 #edc948 #76b7b2 #b07aa1 #9c755f #ff9da7 #86bcb6 #8cd17d #d4a6c8 #a0cbe8 #ffbe7d "
-    "#d37295 #999999 #6b8e8e #bab0ac"
+    "#d37295 #d7b5a6 #999999 #6b8e8e #bab0ac"
 ).split()
 WIDTH, HEIGHT = 960, 230
 LEFT, RIGHT, TOP, BOTTOM = 100, WIDTH - 8, 28, HEIGHT - 24

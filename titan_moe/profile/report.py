@@ -32,6 +32,7 @@ TITLES = {
     "combine": "combine",
     "shared": "shared experts",
     "dense": "dense feed-forward",
+    "mtp": "joins of multi-token prediction",
     "block": "rest of the blocks",
     "head": "head and loss",
     MESSAGES: "messages between stages",

@@ -21,6 +21,7 @@ from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.layers.forced_routing import force_load
 from titan_moe.layers.init import init_weights
+from titan_moe.layers.mtp import loss_sums_of
 from titan_moe.memory import offload, recompute
 from titan_moe.memory.saved_tensors import Scope
 from titan_moe.metrics import regions
@@ -73,7 +74,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     meshes = build_meshes(resolved.sizes, device)
     capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
     model = build_on_meta(recipe)
-    num_experts, is_tied = count_experts(model), tied_weight(model) is not None
+    num_experts, is_tied = count_experts(model), tied_weight(model) is not None or recipe.model.mtp.num_layers > 0
     queue = WeightGradQueue() if resolved.splits_backward else None
     replicas = replica_slots(resolved)
     parts = build_parts(model, resolved, meshes, device, capacity, queue, replicas)
@@ -103,6 +104,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         metrics=measured(recipe),
         tied=() if tied is None else tuple(tied.weights),
         replicated=list(_replicated_grads(recipe, meshes, optimizers, parts)),
+        mtp=[sums for part in parts for sums in loss_sums_of(part)],
         routing=routing,
     )
     memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes))

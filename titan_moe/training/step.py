@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clones.optional import ReplicaSlots
-from titan_moe.metrics.table import Metric, StepNumbers, measure, measure_of_all
+from titan_moe.layers.mtp import LossSums
+from titan_moe.metrics.table import Metric, StepNumbers, finish_mtp, measure, measure_of_all
 from titan_moe.optim.build import Optimizers
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import ReplicatedGrads, clip_factor, grad_norm
@@ -72,6 +73,8 @@ class TrainStep:
     """Parameters that two stages of a pipeline have."""
     replicated: Sequence[ReplicatedGrads] = ()
     """What tensor-parallel ranks sum, and ranks of etp."""
+    mtp: Sequence[LossSums] = ()
+    """The losses of multi-token prediction, on ranks that compute them."""
     routing: StepRouting | None = None
     """That of `forward_backward`, where experts can be replayed."""
 
@@ -80,6 +83,8 @@ class TrainStep:
         scale = 1.0 / num_labels.clamp(min=1)
         self.balancer.start(1.0 / num_tokens)
         self.capacity.reset()
+        for sums in self.mtp:
+            sums.reset_buffers()
         if self.routing is not None:
             self.routing.start(batch.tokens_MBN, batch.topk_ids_MBNLK)
         loss = self.forward_backward(batch, scale)
@@ -87,10 +92,13 @@ class TrainStep:
         self.finish_gradients()
         # ranks of cp have the same balancing losses, those of their whole sequences
         aux_loss = self.balancer.aux_loss(loss) / self.meshes.sizes.cp
+        mtp_K2 = torch.cat([sums.sums_K2 for sums in self.mtp]) if self.mtp else None
         now = StepNumbers(loss, aux_loss, num_labels, num_tokens, self.capacity, self.meshes.sizes.ep, {})
-        now = now._replace(bias_spread=self.balancer.bias_spread(loss), num_dropped=self.balancer.num_dropped(loss))
+        of_routers = {"bias_spread": self.balancer.bias_spread(loss), "num_dropped": self.balancer.num_dropped(loss)}
+        now = now._replace(mtp_K2=mtp_K2, **of_routers)
         everyone = dict.fromkeys(("max", "total"), self.meshes.world_group)
         metrics = measure(self.metrics, now, {"sum": self.meshes.loss_group, **everyone})
+        finish_mtp(metrics)
         with region("clip"):
             norm = metrics["grad_norm"] = grad_norm(self.optimizers.parameters, self.meshes, self.tied)
         refusals = [controller.follow(metrics) for controller in self.controllers]

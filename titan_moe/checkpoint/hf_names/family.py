@@ -187,5 +187,5 @@ def _meant(model: ModelConfig) -> ModelConfig:
     if all(has_rope) or has_rope == has_window:
         attention = replace(attention, nope_every=0, rope_layers="all" if all(has_rope) else "windowed")
     model = replace(model, attention=attention)
-    values, defaults = flat(model.with_layers(layers)), flat(ModelConfig())
+    values, defaults = flat(model.with_layers(range(model.num_blocks))), flat(ModelConfig())
     return of_flat(values | {key: defaults[key] for key in unread})

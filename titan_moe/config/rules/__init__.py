@@ -12,6 +12,7 @@ from titan_moe.config.rules.memory import MEMORY_RULES
 from titan_moe.config.rules.mixture import MIXTURE_RULES
 from titan_moe.config.rules.model import MODEL_RULES
 from titan_moe.config.rules.moe import MOE_RULES
+from titan_moe.config.rules.mtp import MTP_RULES
 from titan_moe.config.rules.parallel import PARALLEL_RULES
 from titan_moe.config.rules.perf import PERF_RULES
 from titan_moe.config.rules.pipeline import PIPELINE_RULES
@@ -29,6 +30,7 @@ RULES: list[Rule] = [
     *MODEL_RULES,
     *ATTENTION_RULES,
     *MOE_RULES,
+    *MTP_RULES,
     *PARALLEL_RULES,
     *PIPELINE_RULES,
     *TENSOR_RULES,

@@ -19,7 +19,7 @@ def recomputed_parts_are_known(recipe: Recipe, world_size: int) -> Iterator[str]
     for entry in entries:
         try:
             if entry not in (AUTO, NONE):
-                parse_entry(entry, recipe.model.num_layers)
+                parse_entry(entry, recipe.model.num_blocks)
             elif len(entries) > 1:
                 yield f'memory.recompute = {in_toml(entries)}: "{entry}" stands alone'
         except ValueError as error:
@@ -111,7 +111,7 @@ parked_states_exist = row(
 def offloaded_parts_are_known(recipe: Recipe, world_size: int) -> Iterator[str]:
     for entry in recipe.memory.offload:
         try:
-            parse_entry(entry, recipe.model.num_layers, OFFLOADABLE)
+            parse_entry(entry, recipe.model.num_blocks, OFFLOADABLE)
         except ValueError as error:
             instead = RECOMPUTED_INSTEAD.get(entry.partition(":")[0])
             answer = f'its input stays on the GPU, memory.recompute = "{instead}" frees it' if instead else error

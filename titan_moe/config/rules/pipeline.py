@@ -35,12 +35,15 @@ def stages_have_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield Problem(problem, steps=[number], hint="parallel.pp_layout, which may leave some stages empty")
 
 
-@rule("every layer is on one stage, in the order of the model", "parallel.pp_layout pp vpp model.num_layers")
+@rule(
+    "every layer is on one stage, in the order of the model",
+    "parallel.pp_layout pp vpp model.num_layers model.mtp.num_depths repeats_layer",
+)
 def layout_fits_the_model(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.pp > 1 and p.pp_layout:
         try:
-            stages = parse_layout(p.pp_layout, recipe.model.num_layers, p.pp * p.vpp)
+            stages = parse_layout(p.pp_layout, recipe.model.num_layers, p.pp * p.vpp, recipe.model.mtp.num_layers)
         except ValueError as error:
             yield f'parallel.pp_layout = "{p.pp_layout}": {error}'
             return

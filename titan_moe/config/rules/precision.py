@@ -160,7 +160,7 @@ def patterns_fit_modules(recipe: Recipe, world_size: int) -> Iterator[str]:
             paths = dict.fromkeys(module.path for module in modules)
             yield (
                 f"precision.modules_in_compute = [{in_toml(pattern)}] matches no module; the modules are layers.0 to "
-                f"layers.{recipe.model.num_layers - 1}, each with some of {', '.join(paths)}; router, head and "
+                f"layers.{recipe.model.num_blocks - 1}, each with some of {', '.join(paths)}; router, head and "
                 "embedding never have a format"
             )
 

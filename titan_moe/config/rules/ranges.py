@@ -87,6 +87,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "swiglu_limit swiglu_up_offset sparsemixer_jitter": ZERO_OR_MORE,
     },
     "model.moe.aux_losses": {"sequence microbatch global_batch": ZERO_OR_MORE},
+    "model.mtp": {"num_depths": Range(0, LAYERS), "loss_weight": ZERO_OR_MORE},
     "model.adapter": {"rank": ZERO_OR_MORE, "alpha": ABOVE_ZERO},
     **{f"model.adapter.{kind}": {"rank alpha": ZERO_OR_MORE} for kind in KINDS},
     "parallel": {

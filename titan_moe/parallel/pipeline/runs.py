@@ -45,12 +45,15 @@ class WholeRun:
         document_ids_BN: Tensor | None,
         scale: Tensor | None,
         delaying: Delaying,
+        read_BN: Tensor | None = None,
     ) -> None:
-        """`scale` is that of the loss; None without the head."""
+        """`scale` is that of the loss; None without the head. `read_BN` are the tokens, where multi-token prediction
+        embeds them behind other stages."""
         self.delaying = delaying
+        options = {} if read_BN is None else {"read_BN": read_BN}
 
         def run(x: Tensor) -> tuple[Tensor]:
-            out = part(x, labels_BN, document_ids_BN)
+            out = part(x, labels_BN, document_ids_BN, **options)
             return (out if scale is None else out * scale,)
 
         self.segment = AutogradSegment(run)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_moe.config import RecipeError
-from titan_moe.models.part import part_of, tied_weight
+from titan_moe.models.part import part_of
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.interface import check_interface
 from titan_moe.parameters import local
@@ -37,7 +37,8 @@ def parts_by_stage(parts: list[nn.Module], resolved: Resolved, meshes: Meshes) -
 
 
 class TiedEmbedding:
-    """The weight of tied embeddings, which the first stage has for the embedding and the last one for the head.
+    """The weight of the embedding where the first stage has it, and the last one too: for the head, whose weight it is,
+    or for multi-token prediction.
 
     Both ranks add the same gradients in the same order, so the two weights stay equal, bit for bit.
     """
@@ -62,12 +63,12 @@ class TiedEmbedding:
 def find_tied_embedding(
     parts: list[nn.Module], resolved: Resolved, meshes: Meshes, *, is_tied: bool
 ) -> TiedEmbedding | None:
-    """The tied embedding of a pipeline, once its parts have their final parameters; None if this rank has none of it,
-    or the whole model's embeddings are not tied (`is_tied`). Collective."""
+    """The embedding of a pipeline that two stages have, once its parts have their final parameters; None if this rank
+    has none of it, or only one stage of the whole model has it (not `is_tied`). Collective."""
     if resolved.sizes.pp == 1 or not is_tied:
         return None
     by_stage, ranks = parts_by_stage(parts, resolved, meshes), resolved.ranks
-    first, last = (tied_weight(by_stage[stage]) if stage in by_stage else None for stage in (0, len(ranks) - 1))
+    first, last = (_embedding(by_stage[stage]) if stage in by_stage else None for stage in (0, len(ranks) - 1))
     if any(weight is not None and not weight.requires_grad for weight in (first, last)):
         first = last = None  # frozen: there is no gradient to add
     ends = ranks[0], ranks[-1]
@@ -78,3 +79,7 @@ def find_tied_embedding(
             made = dist.new_group(ranks)
             group = made if dist.get_rank() in ranks else group
     return TiedEmbedding(first, last, group) if first is not None or last is not None else None
+
+
+def _embedding(part: nn.Module) -> nn.Parameter | None:
+    return part.get_submodule("embed")._parameters.get("weight")

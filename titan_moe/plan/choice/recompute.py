@@ -85,7 +85,7 @@ class _Search:
         self.recipe, self.world_size, self.hardware = with_entries(recipe, ()), world_size, hardware
         self.limit = limit_gib(hardware, recipe.run.ranks_per_gpu)
         self.factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
-        self.number = recipe.model.num_layers
+        self.number = recipe.model.num_blocks
         self._gib_of = lru_cache(None)(self._gib)
 
     def gib(self, layers: Layers) -> list[float]:

@@ -95,7 +95,7 @@ def training_flops_per_token(model: ModelConfig, seq_len_tokens: int, patterns: 
     """Count the FLOPs of training on one token of a sequence: the numerator of TFLOP/s and MFU. `patterns` say what
     trains."""
     if not trains_all(model, patterns):
-        layers = [None, *range(model.num_layers)]
+        layers = [None, *range(model.num_blocks)]
         return round(sum(sum(flops_of_layer(model, seq_len_tokens, layer, patterns)) for layer in layers))
     modules = (module for module in modules_of(model) if module.region != "router")
     multiply_adds = sum(module.number * module.multiply_adds for module in modules)
@@ -110,7 +110,7 @@ def attention_core_flops_per_token(model: ModelConfig, seq_len_tokens: int, laye
     """
     cores = [module for module in modules_of(model) if module.pair_width]
     doubled = 0
-    for layer in range(model.num_layers) if layers is None else layers:
+    for layer in range(model.num_blocks) if layers is None else layers:
         pair_width = sum(module.pair_width for module in cores if module.is_in(layer))
         doubled += pair_width * model.attention.doubled_pairs(layer, seq_len_tokens)
     return 3 * doubled // seq_len_tokens

@@ -79,7 +79,7 @@ def _pairs_of(part: RankPart) -> list[tuple[Group, Group]]:
     ends = count["embedding"], count["head"]
     root = Group((sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp, sizes.fsdp)
     moe = set(model.moe_layers)
-    kinds = [layer in moe for layer in range(model.num_layers)]
+    kinds = [layer in moe for layer in range(model.num_blocks)]
     blocks = {kind: [block(kinds.index(kind))] for kind in sorted(set(kinds))}
     if moe and not sizes.experts_are_unsharded(part.recipe.precision):
         blocks[True].append(Group(experts_per_rank(part.recipe) / model.num_moe_layers, sizes.edp))

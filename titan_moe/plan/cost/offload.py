@@ -13,7 +13,7 @@ def sent_bytes(recipe: Recipe) -> list[int]:
     """By layer, the bytes of a microbatch that the host keeps."""
     offload, modules = offload_of(recipe), modules_of(recipe.model, recipe.parallel)
     size = microbatch_tokens(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
-    layers = range(recipe.model.num_layers)
+    layers = range(recipe.model.num_blocks)
     if not offload.layers:
         return [0] * len(layers)
     stay = layers[-LAYERS_UNDER_WAY:] if recipe.parallel.pp == 1 else ()

@@ -207,10 +207,12 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     if not m.num_moe_layers:
         return 0
     again, of_moe = recompute_of(recipe).layers, m.moe_layers
+    of_mtp = [layer for layer in m.mtp_layers if layer in of_moe]
     repeated, in_blocks, without_hidden = (
         len(again.get(name, frozenset()).intersection(of_moe)) for name in ("experts", "block", "moe_act")
     )
-    kept = m.num_moe_layers - repeated - in_blocks
+    again_by_mtp = max(m.mtp.num_uses - 1, 0) * len(of_mtp)
+    kept = m.num_moe_layers + again_by_mtp - repeated - in_blocks
     native = kept * count_packed_experts(recipe) / m.num_moe_layers
     copied = sent or microbatch_tokens(recipe)
     share = 1 - without_hidden / max(kept, 1)
@@ -253,7 +255,7 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
         elements += m.hidden_size * microbatch_tokens(recipe)
     if "block" in again.layers:
         modules = modules_of(m, recipe.parallel)
-        of_layers = (sum(it.kept for it in modules if it.is_in(layer)) for layer in range(m.num_layers))
+        of_layers = (sum(it.kept for it in modules if it.is_in(layer)) for layer in range(m.num_blocks))
         elements += max(of_layers, default=0) * microbatch_tokens(recipe)
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
@@ -269,6 +271,7 @@ def _loss_bytes(recipe: Recipe) -> int:
     logits = min(perf.loss_chunk_tokens or num_tokens, num_tokens) * num_words
     weight = num_words * m.hidden_size if trains_head(m, recipe.optim.trainable) else 0
     inputs = num_tokens * m.hidden_size * element * (1 if p.tp == 1 else 2)  # gathered over tp
+    inputs += m.mtp.num_depths * (inputs + weight * wide)  # the losses of other depths keep their gradients
     if perf.chosen_kernels.head == "triton":
         return inputs + max(logits * element + weight * wide, weight * (wide + element))
     # the sum of weight gradients is a new tensor in each chunk, and in backward

@@ -57,8 +57,9 @@ class RankPart:
         """The parameters of the rank's modules. A tied weight counts on the ranks of the embedding and of the head, but
         only once if both are on one rank."""
         model = self.recipe.model
-        model = replace(model, embeddings_are_tied=model.embeddings_are_tied and self.has_embedding)
-        lacks = [] if self.has_embedding else ["embed"]
+        has_embedding = self.has_embedding or model.mtp.num_layers > 0  # which embeds tokens again
+        model = replace(model, embeddings_are_tied=model.embeddings_are_tied and has_embedding)
+        lacks = [] if has_embedding else ["embed"]
         lacks += [] if self.has_head else ["norm", "head"]
         modules = modules_of(model, self.recipe.parallel)
         kept = tuple(module for module in modules if module.path not in lacks)
@@ -150,7 +151,7 @@ def _memory_of(recipe: Recipe, layers: list[int]) -> MemoryConfig:
 def offload_of_stages(recipe: Recipe) -> PartsByLayer:
     """What the host keeps of a recipe. Without a pipeline the last layers keep their tensors, which would not have left
     before backward. With one, the inputs of stages stay, to return their gradients."""
-    offload, p, number = offload_of(recipe), recipe.parallel, recipe.model.num_layers
+    offload, p, number = offload_of(recipe), recipe.parallel, recipe.model.num_blocks
     if p.pp == 1:
         first = range(number - LAYERS_UNDER_WAY)
         return PartsByLayer({name: layers.intersection(first) for name, layers in offload.layers.items()})

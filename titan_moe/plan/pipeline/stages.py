@@ -23,7 +23,7 @@ def stages_of(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
     """
     p = recipe.parallel
     if p.pp_layout:
-        return parse_layout(p.pp_layout, recipe.model.num_layers, p.pp * p.vpp)
+        return parse_layout(p.pp_layout, recipe.model.num_layers, p.pp * p.vpp, recipe.model.mtp.num_layers)
     return _divided(recipe.model, recipe.train.seq_len_tokens, p.pp, p.vpp, p.pp_schedule)
 
 
@@ -31,6 +31,8 @@ def stages_of(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
 def _divided(model: ModelConfig, seq_len_tokens: int, pp: int, vpp: int, schedule: str) -> tuple[tuple[str, ...], ...]:
     layers = [f"layers.{layer}" for layer in range(model.num_layers)]
     flops = [flops_of(model, seq_len_tokens, name).total for name in (*layers, "head")]
+    mtp = [f"layers.{layer}" for layer in model.mtp_layers]  # on the stage of the head, whose losses they have
+    flops[-1] += sum(flops_of(model, seq_len_tokens, name).total for name in mtp)
     *times, of_head = (round(total / min(flops[:-1]) * PARTS_OF_A_LAYER) for total in flops)
     sizes = divide(times, pp * vpp, of_head)
     if vpp > 1:
@@ -38,7 +40,7 @@ def _divided(model: ModelConfig, seq_len_tokens: int, pp: int, vpp: int, schedul
         sizes = even_out_ranks(sizes, times, of_head, ranks)
     stages = [layers[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     stages[0].insert(0, "embed")
-    stages[-1] += ["norm", "head"]
+    stages[-1] += [*mtp, "norm", "head"]
     return tuple(tuple(stage) for stage in stages)
 
 

@@ -22,6 +22,7 @@ NAMES: dict[Region, str] = {
     "experts": "routed experts",
     "shared": "shared experts",
     "latent": "latent projections",
+    "mtp": "joins of MTP",
 }
 """Regions in words, where they are others."""
 
@@ -61,7 +62,7 @@ def obstacle_of(recipe: Recipe, module: GemmModule) -> Obstacle | None:
 def split_flops(recipe: Recipe, stages: Iterable[Iterable[str]]) -> list[Flops]:
     """The FLOPs of the actions of each stage, of a token. Weight gradients that are not delayed are computed in
     `backward_input`, those of the head in `forward`, with the gradients of its input."""
-    late = {f"layers.{layer}": 0 for layer in range(recipe.model.num_layers)}
+    late = {f"layers.{layer}": 0 for layer in range(recipe.model.num_blocks)}
     for module in gemm_modules(recipe.model):
         if obstacle_of(recipe, module) is None:
             late[f"layers.{module.layer}"] += 2 * module.row.multiply_adds
