@@ -65,7 +65,8 @@ def import_hf(folder: str | Path, checkpoint: str | Path, skip: Collection[str] 
     from titan_moe.checkpoint import hf_convert, hf_export, hf_recipe
 
     source, out = Path(folder).expanduser(), Path(checkpoint).expanduser()
-    recipe = Recipe(model=hf_recipe.read_model(source)[1])
+    family, model, _ = hf_recipe.read_model(source)
+    recipe = Recipe(model=hf_recipe.without_parts(family, model, skip))
     with hf_export.converting(out):
         return hf_convert.import_hf(recipe, _shapes(recipe.model), source, out, skip)
 

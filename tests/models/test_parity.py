@@ -70,6 +70,7 @@ def translate(
 TINY: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 TINY |= {"num_hidden_layers": 3, "num_experts_per_tok": 3, "rms_norm_eps": 1e-2, "max_position_embeddings": 256}
 GQA = TINY | {"num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 16}
+NO_MTP = {"num_nextn_predict_layers": 0}  # transformers has a number, and no layers
 MLA = TINY | {
     "num_key_value_heads": 4,
     "kv_lora_rank": 20,
@@ -111,9 +112,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         MLA | GROUPS | {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
     ),
-    "deepseek_v3": ("deepseek_v3", MLA | GROUPS | {"q_lora_rank": 24, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3": ("deepseek_v3", MLA | GROUPS | {"q_lora_rank": 24, "rope_parameters": DEEPSEEK_YARN} | NO_MTP),
     "glm4_moe_lite": ("glm4_moe_lite", MLA | GLM),
-    "deepseek_v3-halves": ("deepseek_v3", MLA | GROUPS | {"q_lora_rank": None, "rope_interleave": False}),
+    "deepseek_v3-halves": ("deepseek_v3", MLA | GROUPS | {"q_lora_rank": None, "rope_interleave": False} | NO_MTP),
 }
 
 

@@ -1,6 +1,5 @@
 """Tiny models of transformers with odd sizes, and ours for their checkpoints."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titan_moe.checkpoint.hf_names.families import FAMILIES
+from titan_moe.checkpoint.hf_recipe import read_model
 from titan_moe.config.kernels import Kernels
 from titan_moe.models.transformer import Transformer
 
@@ -120,8 +119,7 @@ def twin(name: str, **changes: Any) -> nn.Module:
 
 
 def ours_for(folder: Path) -> Transformer:
-    config = json.loads((folder / "config.json").read_text())
-    model = Transformer(FAMILIES[config["model_type"]].read(config)[0], kernels=Kernels(experts="reference"))
+    model = Transformer(read_model(folder)[1], kernels=Kernels(experts="reference"))
     for tensor in model.state_dict().values():
         tensor.fill_(torch.nan)
     return model

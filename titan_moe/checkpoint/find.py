@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, CheckpointFolders
 from titan_moe.checkpoint.hf_folder import CONFIG_FILE
-from titan_moe.checkpoint.hf_recipe import parts_not_built, read_model
+from titan_moe.checkpoint.hf_recipe import parts_not_built, read_model, without_parts
 from titan_moe.checkpoint.manifest import read_manifest
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.data_files import kind_of_name
@@ -116,9 +116,10 @@ def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = 
     fields: dict[str, Any]
     if found.is_hf:
         family, model, settings = read_model(found.folder)
+        model = without_parts(family, model, family.built)  # only training reads them
         fields = {name: value for name, value in flatten(Recipe(model=model)).items() if name.startswith("model.")}
         fields |= {"train.seq_len_tokens": HF_SEQUENCE_TOKENS, "train.micro_batch_sequences": 1}
-        fields |= {"checkpoint.load_without": tuple(parts_not_built(family, settings.values))}
+        fields |= {"checkpoint.load_without": (*parts_not_built(family, settings.values), *family.built)}
     else:
         fields = {name: value for name, value in saved_fields(found.folder).items() if name.startswith(KEPT)}
     if other_data:

@@ -30,6 +30,7 @@ from titan_moe.checkpoint.hf_names.families import family_of
 from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
 from titan_moe.checkpoint.hf_names.names import Piece
 from titan_moe.checkpoint.hf_reader import reader_of
+from titan_moe.checkpoint.hf_recipe import without_absent, without_parts
 from titan_moe.checkpoint.hf_weights import Model, Weights, not_zero, pieces_of, weights_of
 from titan_moe.checkpoint.peft import AdapterFolder
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
@@ -60,7 +61,8 @@ def load_hf(model: Model, folder: str | Path, skip: Collection[str] = ()) -> dic
         source = on_first_rank(partial(read_folder, path), group)
         try:
             family = family_of(source.config)
-            differences = same_model(weights.config, family.read(source.config)[0])
+            theirs = without_absent(family, family.read(source.config)[0], source.entries)
+            differences = same_model(weights.config, without_parts(family, theirs, skip))
             own = source.stored(pieces_of(family, weights.config, weights.shapes))
         except ValueError as error:
             raise HuggingFaceError(path, [str(error)]) from error

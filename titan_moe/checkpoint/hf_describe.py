@@ -21,7 +21,7 @@ def described(model: ModelConfig, source: Path | None) -> tuple[Family, Values]:
     """
     if source is None or not (source / CONFIG_FILE).exists():
         family = family_for(model)
-        return family, with_parts_left_out(family.write(model), family, family.not_built)
+        return family, with_parts_left_out(family.write(model), family, family.not_built.keys() - family.built)
     config = read_config(source)
     family = family_of(config)
     was, settings = family.read(config)

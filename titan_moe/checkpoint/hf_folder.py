@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_moe.checkpoint.hf_names.family import Family
-from titan_moe.checkpoint.hf_names.names import MXFP4_VALUES, Piece
+from titan_moe.checkpoint.hf_names.names import EMBEDDING, HEAD, MXFP4_VALUES, Piece, copies
 from titan_moe.config import RecipeError
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.regular_file import open_regular
@@ -27,7 +27,6 @@ SCALE = "_scale_inv"
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file, as the format limits it."""
 MAX_NAMED = 5
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_BYTES = 1 << 24
 """At a time."""
 
@@ -69,8 +68,9 @@ class HuggingFaceFolder(NamedTuple):
         return sorted({entry.file for entry in self.entries.values()})
 
     def stored(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The tensors of a model as they are here: some may be in MXFP4."""
-        return [blocks if (blocks := piece.in_mxfp4) and blocks.name in self.entries else piece for piece in pieces]
+        """The tensors of a model as they are read here: no copies of others, and some may be in MXFP4."""
+        read = (piece for piece in pieces if not piece.is_copy)
+        return [blocks if (blocks := piece.in_mxfp4) and blocks.name in self.entries else piece for piece in read]
 
     @property
     def block_size(self) -> int:
@@ -123,6 +123,19 @@ def read_folder(path: Path) -> HuggingFaceFolder:
     return HuggingFaceFolder(path, config, entries)
 
 
+def names_on_disk(path: Path) -> set[str]:
+    """The names of all tensors of a checkpoint; none where its weights are not here, or cannot be read.
+
+    Raises: HuggingFaceError for a damaged index.
+    """
+    if index := _read_index(path):
+        return set(index)
+    try:
+        return set(_read_header(path / SINGLE_FILE))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
+
+
 def _read_index(path: Path) -> dict[str, str]:
     """The file of each tensor; empty for a checkpoint of one file without an index."""
     if not (path / INDEX_FILE).exists():
@@ -161,24 +174,36 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 
 
 def refuse_another_head(folder: HuggingFaceFolder, model: ModelConfig, skip: Collection[str]) -> None:
-    """Tied embeddings may be on disk twice. Of two that differ one would be lost; transformers does not tie those.
+    """Tied embeddings may be on disk twice, and multi-token prediction has copies of embedding and head. Of two that
+    differ one would be lost; transformers does not tie those.
 
     Raises: HuggingFaceError if they differ, unless `skip` has "lm_head".
     """
-    head, embedding = folder.entries.get(HEAD), folder.entries.get(EMBEDDING)
-    if not model.embeddings_are_tied or "lm_head" in skip or head is None or embedding is None:
-        return
-    is_same = head[1:3] == embedding[1:3]
-    num_bytes = prod(head.shape) * FLOATS.get(head.dtype, 1)
-    with open_regular(folder.path / head.file) as one, open_regular(folder.path / embedding.file) as other:
-        one.seek(head.begin)
-        other.seek(embedding.begin)
-        for done in range(0, num_bytes, COMPARED_BYTES):
-            size = min(COMPARED_BYTES, num_bytes - done)
-            is_same = is_same and one.read(size) == other.read(size)
-    if not is_same:
+    if model.embeddings_are_tied and "lm_head" not in skip and not _are_same(folder, HEAD, EMBEDDING):
         problem = f"tie_word_embeddings = true in {CONFIG_FILE}, but {HEAD} differs from {EMBEDDING}"
         raise HuggingFaceError(folder.path, [f"{problem}; set it to false there, or {_way_out('lm_head')}"])
+    for copy, original in copies(model).items():
+        if not _are_same(folder, copy, original):
+            problem = f"multi-token prediction shares embedding and head, but {copy} differs from {original}"
+            raise HuggingFaceError(folder.path, [f"{problem}; with model.mtp.num_depths = 0, {_way_out('mtp')}"])
+
+
+def _are_same(folder: HuggingFaceFolder, name: str, original: str) -> bool:
+    """Whether two tensors have the same bytes, or one is missing."""
+    first, second = folder.entries.get(name), folder.entries.get(original)
+    if first is None or second is None:
+        return True
+    if first[1:3] != second[1:3]:
+        return False
+    num_bytes = prod(first.shape) * FLOATS.get(first.dtype, 1)
+    with open_regular(folder.path / first.file) as one, open_regular(folder.path / second.file) as other:
+        one.seek(first.begin)
+        other.seek(second.begin)
+        for done in range(0, num_bytes, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, num_bytes - done)
+            if one.read(size) != other.read(size):
+                return False
+    return True
 
 
 def _way_out(part: str) -> str:
@@ -194,7 +219,7 @@ def account(
     Raises: HuggingFaceError that names all that are missing, unknown, or of another shape or dtype.
     """
     problems: list[str] = []
-    prefixes = {part: prefix(model) for part, prefix in family.not_built.items()}
+    prefixes: dict[str, tuple[str, ...]] = {part: prefix(model) for part, prefix in family.not_built.items()}
     tied = {"lm_head"} if model.embeddings_are_tied else set()
     if unknown_parts := set(skip) - prefixes.keys() - tied:
         known = f"has {', '.join(prefixes)}" if prefixes else "has none"
@@ -205,17 +230,21 @@ def account(
     unknown = set(folder.entries) - expected.keys()
     if tied:
         unknown.discard(HEAD)  # a copy of the embedding
+    unknown -= copies(model).keys()
     skipped = {part: sorted(name for name in unknown if name.startswith(prefix)) for part, prefix in prefixes.items()}
     for part, names in skipped.items():
         unknown -= set(names)
         if names and part not in skip:
-            problems.append(f"{part} is not built here: {named(names)}; {_way_out(part)}")
+            lacks = "is no part of [model]" if part in family.built else "is not built here"
+            problems.append(f"{part} {lacks}: {named(names)}; {_way_out(part)}")
     scales = {name for name in unknown if name.endswith(SCALE) and name.removesuffix(SCALE) in expected}
     expected_scales = {piece.scales: piece.shape[:-1] for piece in pieces if piece.scales}
     if lost := unknown - scales - expected_scales.keys():
         problems.append(f"unknown: {named(lost)}")
     if missing := (expected.keys() | expected_scales.keys()) - folder.entries.keys():
-        problems.append(f"missing: {named(missing)}")
+        of_mtp = all(name.startswith(prefixes.get("mtp", ())) for name in missing)
+        way_out = "; set model.mtp.num_depths = 0" if of_mtp else ""
+        problems.append(f"missing: {named(missing)}{way_out}")
     here = [(piece, folder.entries[name]) for name, piece in expected.items() if name in folder.entries]
     if shapes := [
         f"{piece.name} {list(entry.shape)} (the model has {list(piece.shape)})"

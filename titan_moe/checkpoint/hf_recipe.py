@@ -1,13 +1,14 @@
 """Write a recipe from a config.json: what it says, and in comments what was assumed. No torch is needed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_moe.checkpoint.hf_folder import HuggingFaceError, read_config
+from titan_moe.checkpoint.hf_folder import HuggingFaceError, names_on_disk, read_config
 from titan_moe.checkpoint.hf_names.families import family_of
 from titan_moe.checkpoint.hf_names.family import Family, Settings, flat
-from titan_moe.checkpoint.hf_names.names import NotOnDisk
+from titan_moe.checkpoint.hf_names.names import NotOnDisk, prefixes_of_mtp
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.schema import in_toml
 
@@ -23,9 +24,22 @@ def read_model(folder: Path) -> tuple[Family, ModelConfig, Settings]:
     config = read_config(folder)
     try:
         family = family_of(config)
-        return family, *family.read(config)
+        model, settings = family.read(config)
+        return family, without_absent(family, model, names_on_disk(folder)), settings
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise HuggingFaceError(folder, [str(error)]) from error
+
+
+def without_absent(family: Family, model: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """A model without multi-token prediction whose tensors are not on disk: transformers keeps the number in
+    config.json, and saves none of them. `names` are those on disk, if they are known."""
+    lacks = names and not any(name.startswith(prefixes_of_mtp(model)) for name in names)
+    return without_parts(family, model, family.built) if lacks else model
+
+
+def without_parts(family: Family, model: ModelConfig, parts: Collection[str]) -> ModelConfig:
+    """A model without parts that it may lack."""
+    return replace(model, mtp=replace(model.mtp, num_depths=0)) if "mtp" in family.built.intersection(parts) else model
 
 
 def recipe_text(folder: Path) -> str:
@@ -44,8 +58,9 @@ def recipe_text(folder: Path) -> str:
         lines += ["# These keys were not read:", *_wrapped(unread)]
     lines += [f"# {part} is not built here and left out" for part in parts_not_built(family, settings.values)]
     lines += ["", "[model]", f"name = {in_toml(_name(folder))}", *_section(values, defaults, "")]
-    for section in ("attention", "moe"):
-        lines += ["", f"[model.{section}]", *_section(values, defaults, f"{section}.")]
+    for section in ("attention", "moe", "mtp"):
+        if (of_section := _section(values, defaults, f"{section}.")) or section != "mtp":
+            lines += ["", f"[model.{section}]", *of_section]
     has_bias = not isinstance(family.names(model)["feed_forward.router.expert_bias_E"], NotOnDisk)
     balance = "bias_update_speed, aux_loss_coef" if has_bias else "aux_loss_coef"
     lines += [f"# nothing balances the experts' load; to do so set {balance}"]
@@ -63,7 +78,7 @@ def parts_not_built(family: Family, config: Mapping[str, Any]) -> list[str]:
     return [
         part
         for part, without in family.without.items()
-        if any(config.get(key, absent) != absent for key, absent in without.items())
+        if part not in family.built and any(config.get(key, absent) != absent for key, absent in without.items())
     ]
 
 

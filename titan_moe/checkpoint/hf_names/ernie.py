@@ -66,6 +66,6 @@ ERNIE4_5_MOE = Family(
         Part(_read_interval, _write_interval),
         Part(_read_shared, lambda model: {"moe_num_shared_experts": num_shared(model)}),
     ),
-    not_built={"mtp": lambda model: "model.mtp_"},
+    not_built={"mtp": lambda model: ("model.mtp_",)},
     without={"mtp": {"num_nextn_predict_layers": 0}},
 )

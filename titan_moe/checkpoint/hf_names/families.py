@@ -22,6 +22,7 @@ from titan_moe.checkpoint.hf_names.parts import (
     GROUPS,
     HEAD_DIM,
     LAYER_TYPES_DENSE,
+    NEXT_TOKENS,
     ONLY,
     QUERY_LATENT,
     ROPE,
@@ -139,20 +140,23 @@ DEEPSEEK_V3 = replace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fields=COMMON | OF_DEEPSEEK | {"rope_interleave": "attention.rope_is_interleaved"},
-    names=lambda model: _names_of_mla(model) | names.ROUTER_BIAS,
+    names=lambda model: _names_of_mla(model) | names.ROUTER_BIAS | names.MTP,
     fixed={"attention.kind": "mla", "moe.score_fn": "sigmoid"},
     only=ONLY | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    defaults=MLA_DEFAULTS | {"rope_interleave": True},
-    parts=(KEY_HEADS, ROPE, DENSE_BY_FREQUENCY, SHARED, QUERY_LATENT, GROUPS),
-    not_built={"mtp": lambda model: f"model.layers.{model.num_layers}."},
+    defaults=MLA_DEFAULTS | {"rope_interleave": True, "num_nextn_predict_layers": 0},
+    parts=(KEY_HEADS, ROPE, DENSE_BY_FREQUENCY, SHARED, QUERY_LATENT, GROUPS, NEXT_TOKENS),
+    not_built={"mtp": names.prefixes_of_mtp},
+    built=frozenset({"mtp"}),
     without={"mtp": {"num_nextn_predict_layers": 0}},
 )
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
-    parts=(KEY_HEADS, ROPE, LAYER_TYPES_DENSE, SHARED, QUERY_LATENT, GROUPS),
-    defaults=MLA_DEFAULTS | {"rope_interleave": True, "rms_norm_eps": 1e-5, "mlp_layer_types": None},
+    parts=(KEY_HEADS, ROPE, LAYER_TYPES_DENSE, SHARED, QUERY_LATENT, GROUPS, NEXT_TOKENS),
+    defaults=MLA_DEFAULTS
+    | {"num_nextn_predict_layers": 0}
+    | {"rope_interleave": True, "rms_norm_eps": 1e-5, "mlp_layer_types": None},
 )
 
 

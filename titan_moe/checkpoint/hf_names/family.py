@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from titan_moe.checkpoint.hf_names.names import Names
 from titan_moe.config.attention import AttentionConfig
 from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.rules.ranges import LAYERS
 
 Values = dict[str, Any]
@@ -15,6 +16,7 @@ FREE = {"class_", "table", "name", "init_std", "embedding_init_std"}
 FREE |= {"attention.longrope_applies", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_speed"}
 FREE |= {"moe.aux_losses", "moe.bias_update", "moe.bias_ema"}
 FREE |= {f"moe.{name}" for name in ("capacity_factor", "drop_policy", "drop_over", "pad_to_capacity")}
+FREE |= {"mtp.loss_weight"}
 """Fields that say how a model is built or trained, not what it computes."""
 
 
@@ -67,8 +69,10 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys that a config.json may lack -> what the family then takes."""
     parts: tuple[Part, ...] = ()
-    not_built: Mapping[str, Callable[[ModelConfig], str]] = field(default_factory=dict)
+    not_built: Mapping[str, Callable[[ModelConfig], tuple[str, ...]]] = field(default_factory=dict)
     """Name of a part that our models lack -> the first letters of the names of its tensors."""
+    built: frozenset[str] = frozenset()
+    """Of these, those that our models have where `[model]` says so, and may lack."""
     without: Mapping[str, Values] = field(default_factory=dict)
     """Name of a part that is left out -> what config.json then says."""
 
@@ -115,16 +119,19 @@ def flat(model: ModelConfig) -> Values:
     """All fields of a `[model]` by dotted key, without those of adapters, which no family has."""
     values = {f"attention.{name}": value for name, value in vars(model.attention).items()}
     values |= {f"moe.{name}": value for name, value in vars(model.moe).items()}
-    return values | {name: value for name, value in vars(model).items() if name not in ("attention", "moe", "adapter")}
+    values |= {f"mtp.{name}": value for name, value in vars(model.mtp).items()}
+    sections = ("attention", "moe", "mtp", "adapter")
+    return values | {name: value for name, value in vars(model).items() if name not in sections}
 
 
 def of_flat(values: Mapping[str, Any]) -> ModelConfig:
     """A `[model]` of fields by dotted key. Lists may be those of JSON."""
-    of: dict[str, Values] = {"": {}, "attention": {}, "moe": {}}
+    of: dict[str, Values] = {"": {}, "attention": {}, "moe": {}, "mtp": {}}
     for dotted, value in values.items():
         section, _, name = dotted.rpartition(".")
         of[section][name] = tuple(value) if isinstance(value, list) else value
-    return ModelConfig(**of[""], attention=AttentionConfig(**of["attention"]), moe=MoEConfig(**of["moe"]))
+    attention, moe, mtp = AttentionConfig(**of["attention"]), MoEConfig(**of["moe"]), MTPConfig(**of["mtp"])
+    return ModelConfig(**of[""], attention=attention, moe=moe, mtp=mtp)
 
 
 def _checked(values: Values) -> ModelConfig:
@@ -177,6 +184,8 @@ def _meant(model: ModelConfig) -> ModelConfig:
         model = replace(model, moe=moe)
     if moe.num_groups == 1:
         unread |= {"moe.group_score", "moe.top_k_groups"}
+    if model.mtp.num_depths < 2:
+        unread |= {"mtp.repeats_layer"}
     if not len(model.layers_by_kind[0]):
         unread |= {"ffn_hidden_size"}
     if attention.scale == replace(attention, softmax_scale=0.0).scale:

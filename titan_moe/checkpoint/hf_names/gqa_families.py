@@ -10,6 +10,7 @@ from titan_moe.checkpoint.hf_names.parts import (
     GQA,
     GROUPS,
     HEAD_DIM,
+    NEXT_TOKENS,
     ONLY,
     PARTIAL_ROPE,
     ROPE,
@@ -22,21 +23,25 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     fields=GQA | ROUTED | {"use_qk_norm": "attention.qk_norm", "attention_bias": "attention.qkv_bias"},
-    names=lambda model: names.COMMON | names.GQA | names.DENSE | names.EXPERTS | names.SHARED | names.ROUTER_BIAS,
+    names=lambda model: (
+        names.COMMON | names.GQA | names.DENSE | names.EXPERTS | names.SHARED | names.ROUTER_BIAS | names.MTP
+    ),
     fixed={"moe.score_fn": "sigmoid"},
     only={"hidden_act": "silu"},
     defaults=DEFAULTS
     | {"head_dim": None, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False}
-    | {"attention_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1},
+    | {"attention_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1}
+    | {"num_nextn_predict_layers": 0},
     parts=(
         HEAD_DIM,
         PARTIAL_ROPE,
         FIRST_K_DENSE,
         SHARED,
         GROUPS,
-        Part(lambda settings: {}, lambda model: {"num_nextn_predict_layers": 0}),
+        NEXT_TOKENS,
     ),
-    not_built={"mtp": lambda model: f"model.layers.{model.num_layers}."},
+    not_built={"mtp": names.prefixes_of_mtp},
+    built=frozenset({"mtp"}),
     without={"mtp": {"num_nextn_predict_layers": 0}},
 )
 OLMOE = Family(

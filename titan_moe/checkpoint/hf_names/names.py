@@ -12,6 +12,10 @@ MXFP4_VALUES = 32
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """End the names of the two tensors on disk of one in MXFP4."""
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+MOST_MTP_LAYERS = 16
+"""Whose tensors are known by their names, where `[model]` has none."""
+
 Shape = tuple[int, ...]
 Box = tuple[int | slice, ...]
 
@@ -37,6 +41,7 @@ class Piece(NamedTuple):
     shape: Shape  # on disk
     layout: Layout | None = None  # None: the dimensions of the box
     layout_in_mxfp4: Layout | None = None  # of the same in MXFP4, where a family has it
+    is_copy: bool = False  # of one that is on disk under another name too
 
     @property
     def view(self) -> Shape:
@@ -149,6 +154,25 @@ def pieces(names: Names, config: ModelConfig, shapes: Mapping[str, Shape]) -> It
         layouts = row.layouts(shape) if isinstance(row, Fused) else ()
         for name, box, on_disk in row.cut(shape, config):
             yield Piece(f"{prefix}{name}", ours, box, on_disk, *layouts)
+    ours_of = {EMBEDDING: "embed.weight", HEAD: "head.weight"}
+    for copy, original in copies(config).items():
+        if (ours := ours_of[original]) in shapes:
+            yield Piece(copy, ours, (slice(0, shapes[ours][0]),), shapes[ours], is_copy=True)
+
+
+def copies(config: ModelConfig) -> dict[str, str]:
+    """The tensors on disk of blocks of multi-token prediction that are those of the model -> its names for them."""
+    head = EMBEDDING if config.embeddings_are_tied else HEAD
+    names: dict[str, str] = {}
+    for layer in config.mtp_layers:
+        prefix = f"model.layers.{layer}."
+        names |= {f"{prefix}embed_tokens.weight": EMBEDDING, f"{prefix}shared_head.head.weight": head}
+    return names
+
+
+def prefixes_of_mtp(config: ModelConfig) -> tuple[str, ...]:
+    """Begin the names on disk of multi-token prediction: blocks behind those of the model."""
+    return tuple(f"model.layers.{config.num_layers + i}." for i in range(MOST_MTP_LAYERS))
 
 
 def split_name(ours: str) -> tuple[int | None, str]:
@@ -221,4 +245,11 @@ MLA_WITHOUT_QUERY_LATENT: Names = MLA | {"attention.q_up.weight": one("self_attn
 DENSE: Names = mlp("feed_forward", "mlp")
 EXPERTS: Names = routed("mlp", "gate_proj", "up_proj", "down_proj")
 SHARED: Names = mlp("feed_forward.shared_experts", "mlp.shared_experts")
+MTP: Names = {
+    "embedding_norm.weight": one("enorm.weight"),
+    "hidden_norm.weight": one("hnorm.weight"),
+    "eh_proj.weight": one("eh_proj.weight"),
+    "final_norm.weight": one("shared_head.norm.weight"),
+}
+"""What a block of multi-token prediction has beside a block, in DeepSeek-V3 and GLM-4.5."""
 ROUTER_BIAS: Names = {"feed_forward.router.expert_bias_E": one("mlp.gate.e_score_correction_bias")}

@@ -228,6 +228,11 @@ def num_shared(model: ModelConfig) -> int:
 
 SHARED = Part(_read_shared, lambda model: {"n_shared_experts": num_shared(model)})
 """Shared experts, each as wide as a routed one."""
+NEXT_TOKENS = Part(
+    lambda settings: {"mtp.num_depths": settings["num_nextn_predict_layers"] or 0},
+    lambda model: {"num_nextn_predict_layers": model.mtp.num_depths},
+)
+"""Multi-token prediction. Its family has a default."""
 GROUPS = Part(
     lambda settings: {
         "moe.num_groups": settings["n_group"] or 1,
