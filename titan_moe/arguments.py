@@ -66,7 +66,7 @@ def _add_conversions(verbs: Any) -> None:
         nproc = "number of processes on this host that divide the files; default 1. The result does not depend on it"
         verb.add_argument("--nproc", type=_ranks, metavar="N", help=nproc)
         if name == "import":
-            skipped = "leave out a part that is not built here, such as mtp; may be repeated"
+            skipped = "leave out a part that the model may lack, such as mtp; may be repeated"
             verb.add_argument("--skip", action="append", default=[], metavar="PART", help=skipped)
         else:
             dtype = "the dtype of the weights; default: as they are saved"

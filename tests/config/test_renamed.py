@@ -108,7 +108,7 @@ num_local_experts                       model.moe.num_experts
 n_group                                 model.moe.num_groups
 topk_group                              model.moe.top_k_groups
 scoring_func                            model.moe.score_fn
-num_nextn_predict_layers                no field
+num_nextn_predict_layers                model.mtp.num_depths
 rms_norm_eps                            model.norm_eps
 hidden_act                              no field
 initializer_range                       model.init_std
@@ -147,7 +147,7 @@ qk_pos_emb_head_dim                     model.attention.qk_rope_head_dim
 untie_embeddings_and_output_weights     model.embeddings_are_tied (the opposite
 add_qkv_bias                            model.attention.qkv_bias
 hidden_dropout                          no field
-mtp_num_layers                          no field
+mtp_num_layers                          model.mtp.num_depths
 load                                    checkpoint.load_from
 save                                    run.folder
 save_interval                           checkpoint.every_steps

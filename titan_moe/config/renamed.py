@@ -196,6 +196,9 @@ SPELLINGS = {
     "precision.num_layers_at_start_in_compute (and num_layers_at_end_in_compute)": "first_last_layers_bf16",
     "precision.num_layers_at_end_in_compute": "num_layers_at_end_in_bf16",
     # The optimizer and its schedule.
+    "model.mtp.num_depths": "mtp_num_layers num_nextn_predict_layers num_mtp_modules",
+    "model.mtp.loss_weight": "mtp_loss_scaling_factor",
+    "model.mtp.repeats_layer": "mtp_use_repeated_layer",
     "model.adapter.rank": "lora_r lora_rank",
     "model.adapter.alpha": "lora_alpha",
     "model.adapter.targets": "lora_target target_modules",
@@ -330,7 +333,6 @@ ABSENT = {
     "moe_input_jitter_eps",
     "layers are SwiGLU without biases; model.class takes a model of your own": "swiglu hidden_act "
     "activation activation_func gated_linear_unit add_bias_linear disable_bias_linear mlp_bias",
-    "models predict one token; model.class takes a model of your own": "mtp_num_layers num_nextn_predict_layers",
     'weights of Hugging Face are read with checkpoint.load_from = "hf:FOLDER"; titan-moe recipe FOLDER writes the '
     "[model] of such a folder": "model_name_or_path pretrained_model_name_or_path base_model from_pretrained "
     "initial_load_in_hf model_type flavor hf_model_path safe_serialization ckpt_format",

@@ -323,7 +323,7 @@ class CheckpointConfig:
     the folder of a Hugging Face checkpoint, such as `hf:models/Qwen3-30B-A3B`. Each rank reads its own slices. The step
     count starts at 0. `titan-moe recipe FOLDER` writes the `[model]` of such a checkpoint."""
     load_without: tuple[str, ...] = ()
-    """Parts of a Hugging Face checkpoint in `load_from` that are left out because they are not built here, such as
+    """Parts of a Hugging Face checkpoint in `load_from` that are left out because `[model]` lacks them, such as
     `["mtp"]`; without this they are refused by name. Exports list them."""
     saves_frozen: bool = True
     """Save frozen weights too. With `false` a checkpoint has what trains, with its moments, and a resume reads the rest

@@ -8,6 +8,7 @@ import pytest
 
 from titan_moe.config import load_recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.count import attention_core_flops_per_token, count_parameters, training_flops_per_token
 
@@ -29,6 +30,19 @@ def test_count_of_published_models(name: str, total: float, active: float, gflop
     assert parameters.total / 1e9 == pytest.approx(total, abs=0.005)
     assert parameters.active / 1e9 == pytest.approx(active, abs=0.005)
     assert training_flops_per_token(model, 4096) / 1e9 == pytest.approx(gflop, abs=0.05)
+
+
+def test_count_of_multi_token_prediction() -> None:
+    """DeepSeek-V3 with its depth: published FLOPs, and parameters by hand."""
+    plain = load_recipe(RECIPES / "models" / "deepseek_v3.toml").model
+    model = replace(plain, mtp=MTPConfig(1))
+    assert training_flops_per_token(plain, 4096) / 1e9 == pytest.approx(249.8, abs=0.05)
+    assert training_flops_per_token(model, 4096) / 1e9 == pytest.approx(260.0, abs=0.05)
+    layer = count_parameters(replace(plain, num_layers=5)).total - count_parameters(replace(plain, num_layers=4)).total
+    assert count_parameters(model).total - count_parameters(plain).total == layer + 2 * 7168**2 + 3 * 7168
+    twice, repeated = (replace(plain, mtp=MTPConfig(2, repeats_layer=repeats)) for repeats in (False, True))
+    assert count_parameters(repeated).total == count_parameters(model).total
+    assert training_flops_per_token(twice, 4096) == training_flops_per_token(repeated, 4096)
 
 
 SMALL = ModelConfig(

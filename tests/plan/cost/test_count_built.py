@@ -10,6 +10,7 @@ import torch
 from titan_moe.config import load_recipe
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.models.transformer import Transformer
 from titan_moe.plan.cost.count import count_parameters
 
@@ -47,6 +48,8 @@ VARIANTS = {
     "norms after branches": replace(BASE, norm_placement="both"),
     "norms after moe layers": replace(BASE, norm_placement="after_moe", norm="layer"),
     "layer norms": replace(BASE, norm="layer", head_bias=True),
+    "multi-token prediction": replace(BASE, mtp=MTPConfig(2)),
+    "repeated prediction": replace(BASE, norm="layer", moe=MoEConfig(num_experts=0), mtp=MTPConfig(2, 0.1, True)),
     "dense": replace(BASE, moe=MoEConfig(num_experts=0)),
     "dense layers anywhere": replace(BASE, num_dense_layers=0, moe_every=2, dense_layers=(3,)),
 }
@@ -60,6 +63,7 @@ COMPONENTS = {
     ".shared_experts.": "shared",
     ".experts.": "experts",
     ".latent_": "latent",
+    ".eh_proj.": "mtp",
     ".feed_forward.": "dense",
 }
 
