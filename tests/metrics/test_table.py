@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import torch
+
 from titan_moe.config import Recipe
 from titan_moe.config.mixture import MixtureSource
-from titan_moe.metrics.table import METRICS, measured, record_of, words_of
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.mtp import MTPConfig
+from titan_moe.metrics.table import METRICS, StepNumbers, finish_mtp, measured, mtp_metrics, record_of, words_of
 
 KNOWN = {metric.name: 1.0 for metric in METRICS} | {
     "expert_load": {"a": 1.5},
@@ -33,6 +37,19 @@ def test_records_have_what_is_known_of_a_recipe() -> None:
     epochs = {"epoch": None, "epoch/a": 0.5, "epoch/b": 1.5}
     assert record_of(7, epochs, replace(recipe, data=mixed)) == {"step": 7, "epoch/a": 0.5, "epoch/b": 1.5}
     assert [metric.name for metric in measured(recipe)] == ["loss", "aux_loss", "has_overflowed", "needed_factor"]
+
+
+def test_losses_of_multi_token_prediction_are_means_over_their_own_labels() -> None:
+    recipe = Recipe(model=ModelConfig(mtp=MTPConfig(2)))
+    step = StepNumbers(*torch.ones(4), None, 1, {}, torch.tensor([[6.0, 2.0], [1.0, 0.0]]))
+    metrics = {metric.name: metric.measure(step) for metric in mtp_metrics(recipe)}
+    finish_mtp(metrics)
+    assert {name: value.item() for name, value in metrics.items()} == {"mtp_loss/1": 3.0, "mtp_loss/2": 0.0}
+    assert {metric.name for metric in measured(recipe)} > {metric.name for metric in mtp_metrics(recipe)}
+    assert mtp_metrics(Recipe()) == []
+    record = record_of(7, {"lr": 1e-3, "mtp_loss/2": 2.5, "mtp_loss/1": 2.0, "loss": 1.0}, recipe)
+    assert list(record) == ["step", "loss", "mtp_loss/1", "mtp_loss/2", "lr"]
+    assert words_of(record, "GPU") == ["loss 1.0000", "mtp 2.0000, 2.5000", "lr 1.00e-03"]
 
 
 def test_words_are_in_one_order() -> None:

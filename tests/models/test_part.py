@@ -1,11 +1,14 @@
 """Parts of a model in sequence equal the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import PRESETS
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.layers.init import init_weights
 from titan_moe.models.part import part_of, tied_weight
 from titan_moe.models.transformer import Transformer
@@ -100,6 +103,24 @@ def test_tied_embeddings_are_in_the_first_and_the_last_part() -> None:
         assert names == [("embed.weight", ParameterKind.EMBEDDING)] and not untied_embeddings(part)
     assert tied_weight(middle) is None and not list(middle.embed.parameters())
     assert first.embed.weight is not last.embed.weight
+
+
+def test_multi_token_prediction_has_the_embedding_in_its_part() -> None:
+    model = on_meta(replace(CONFIG, mtp=MTPConfig(2)))
+    cut = [["embed", "layers.0", "layers.1"], ["layers.2", "layers.3"], ["layers.4", "layers.5", "norm", "head"]]
+    first, middle, last = (filled(part_of(model, kept)) for kept in cut)
+    assert torch.equal(first.embed.weight, last.embed.weight) and not list(middle.embed.parameters())
+    tokens_BN, labels_BN = torch.randint(32, (2, 2, 9), generator=torch.Generator().manual_seed(0)).unbind()
+    whole = filled(on_meta(replace(CONFIG, mtp=MTPConfig(2))))
+    expected = whole(tokens_BN, labels_BN)
+    expected.backward()
+    actual = last(middle(first(tokens_BN)), labels_BN, None, None, tokens_BN)
+    actual.backward()
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+    grads = {name: p.grad for part in (first, middle, last) for name, p in part.named_parameters()}
+    grads["embed.weight"] = first.embed.weight.grad + last.embed.weight.grad
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-13, msg=name)
 
 
 def test_part_of_refuses_any_other_weight_in_two_parts() -> None:

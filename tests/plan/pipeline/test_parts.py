@@ -8,6 +8,7 @@ import torch
 
 from titan_moe.config import Recipe, check_rules
 from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.models.part import part_of
@@ -40,9 +41,13 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
     return recipe_with(request.param)
 
 
+@pytest.mark.parametrize("num_depths", [0, 2])
 @pytest.mark.parametrize("dense", [(0, 1), (1, 4, 5)], ids=["leading", "anywhere"])
-def test_parts_have_the_parameters_of_built_stages(recipe: Recipe, dense: tuple[int, ...]) -> None:
-    recipe = replace(recipe, model=replace(MODEL, num_dense_layers=0, dense_layers=dense))
+def test_parts_have_the_parameters_of_built_stages(recipe: Recipe, dense: tuple[int, ...], num_depths: int) -> None:
+    if num_depths and recipe.parallel.pp_layout:
+        recipe = replace(recipe, parallel=replace(recipe.parallel, pp_layout=recipe.parallel.pp_layout[:-1] + "mmL"))
+    model = replace(MODEL, num_dense_layers=0, dense_layers=dense, mtp=MTPConfig(num_depths))
+    recipe = replace(recipe, model=model)
     pp = recipe.parallel.pp
     assert check_rules(recipe, pp) == []
     with torch.device("meta"):
