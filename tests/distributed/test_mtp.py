@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from support import load
 
 from titan_moe.config import Recipe, check_rules
@@ -17,6 +18,7 @@ from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.train import RunConfig
+from titan_moe.training.build import assemble
 
 one_loss = load("distributed/test_one_loss")
 
@@ -106,3 +108,25 @@ def test_mtp_trains_alike_in_graphs(
         trace.grads = grads
         one_loss.assert_same(trace, alone("gqa", TWO), 1e-9)
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
+
+
+def losses_after_validation(run: Recipe, validates: bool) -> dict[str, float]:
+    """The losses of a step with other weights than those of a forward before it."""
+    meshes, model, parts, *_, runner = assemble(run, torch.device("cpu"))
+    batch = one_loss.batch_of(0, 2, meshes, parallel=run.parallel)
+    if validates:
+        with torch.no_grad():
+            model(batch.tokens_MBN[0], batch.labels_MBN[0])
+    with torch.no_grad():
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                if "layers.4." in name:
+                    parameter.mul_(1.5)
+    return {name: loss.item() for name, loss in runner(batch).metrics.items() if "loss" in name}
+
+
+@pytest.mark.parametrize("parallel", [pytest.param(ParallelConfig(), id="dp2")])
+def test_a_forward_without_mtp_leaves_none_of_its_weights_gathered(ranks: Any, parallel: ParallelConfig) -> None:
+    run = recipe_of(parallel, "gqa", TWO)
+    plain, validated = (ranks(2, losses_after_validation, run, validates) for validates in (False, True))
+    assert plain == validated and plain[0].keys() >= {"loss", "mtp_loss/1", "mtp_loss/2"}

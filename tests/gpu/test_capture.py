@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.config.train import RunConfig, TrainConfig
@@ -105,6 +106,11 @@ CASES: dict[str, dict[str, Any]] = {
     "experts recomputed": {
         "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
         "memory": MemoryConfig(("norms:2", "experts:-2")),
+    },
+    "multi-token prediction": {"model": replace(RECIPE.model, mtp=MTPConfig(2, 0.3))},
+    "repeated prediction": {
+        "model": replace(RECIPE.model, mtp=MTPConfig(2, 0.3, repeats_layer=True)),
+        "memory": MemoryConfig(("block",)),
     },
     # copies to the host and back, in places that the launched steps have left
     "offloaded": {

@@ -40,6 +40,7 @@ MODEL = ("--model.num_layers=5", "--train.micro_batch_sequences=1")
 ONE_F_ONE_B = ("--parallel.pp=2",)
 V = ("--parallel.pp=2", "--parallel.vpp=2", "--parallel.pp_schedule=zbv", "--parallel.accumulate_unsharded=true")
 EP2 = ("--parallel.ep=2", "--parallel.dispatcher=symm_mem", "--perf.kernels=fused")
+MTP = ("--model.mtp.num_depths=2", "--model.mtp.loss_weight=0.3")
 TILE = (*EP2, "--parallel.overlap=tile")
 PAIRS = (*V, "--parallel.pp_schedule=dualpipev", "--parallel.ep=2", "--parallel.overlap=microbatch")
 INTERLEAVED_PAIRS = (*PAIRS, "--parallel.pp_schedule=interleaved_1f1b")
@@ -53,6 +54,10 @@ LAYOUTS = {
     "interleaved": (2, (*ONE_F_ONE_B, "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_1f1b", PLAIN)),
     # at 1e-3 its norms spike
     "tied": (2, (*ONE_F_ONE_B, "--model.embeddings_are_tied=true", "--optim.lr=3e-4", PLAIN)),
+    "mtp_captured": (2, (*ONE_F_ONE_B, *MTP, CAPTURED, *VALIDATED)),
+    "mtp_own_stage": (2, (*ONE_F_ONE_B, *MTP, "--parallel.pp_layout=Et*5|mmL", PLAIN)),
+    "tiles_mtp_captured": (4, (*ONE_F_ONE_B, *MTP, *TILE, CAPTURED)),
+    "zbv_mtp": (2, (*V, *MTP, PLAIN)),
     "zbv": (2, (*V, PLAIN)),
     "zbv_captured": (2, (*V, CAPTURED, *VALIDATED)),
     "pairs": (4, (*PAIRS, "--parallel.dispatcher=alltoall", PLAIN)),

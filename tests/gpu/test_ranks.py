@@ -154,6 +154,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "--model.attention.v_head_dim=64",
     )
     tied = "--model.embeddings_are_tied=true"
+    mtp = ("--model.mtp.num_depths=2", "--model.mtp.loss_weight=0.3")
     ring, overlapped = "--parallel.cp_kind=ring", "--parallel.tp_comm_overlap=true"
     interleaved = (
         "--parallel.overlap=microbatch",
@@ -163,6 +164,9 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     clones = "--parallel.expert_clones=auto"
     return {
         "dp": (plain,),
+        "mtp_tiles_fp8": (*tiled, *mtp, *fp8),
+        "mtp_cp": ("--parallel.cp=2", spread, alltoall, *mtp, plain),
+        "mtp_tp": (*split, spread, symm_mem, *mtp, *documents, plain),
         "allgather": (whole, allgather, plain),
         "alltoall": (whole, alltoall),
         "edp2": (half, alltoall, plain),

@@ -103,7 +103,7 @@ class _AttachLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(loss_ahead.detach(), num_labels)
         ctx.sums_2, ctx.weight = sums_2, weight  # not a saved tensor: each backward changes it in place
-        return loss.view_as(loss)
+        return loss.clone()  # not a view, which FSDP2 warns of
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

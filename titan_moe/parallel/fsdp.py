@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.mtp import MTPBlock
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
 from titan_moe.parameters import SCALES, names_of_codes
@@ -70,6 +71,7 @@ def apply(
                 _unshard_in_pre_forward(experts, block)
     fully_shard(model, reshard_after_forward=False, **options)
     _prefetch(blocks)
+    _prefetch_mtp(model, blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
@@ -239,9 +241,26 @@ def _unshard_in_pre_forward(experts: GroupedExperts, block: nn.Module) -> None:
 def _prefetch(blocks: list[nn.Module]) -> None:
     """Gather the next block while this one computes; a dispatcher's host read would delay it otherwise."""
     for block, following in zip(blocks, blocks[1:], strict=False):
+        if isinstance(following, MTPBlock) and not isinstance(block, MTPBlock):
+            continue
         _fsdp(block).set_modules_to_forward_prefetch([_fsdp(following), *_experts_of(following)])
     for block, previous in zip(blocks[1:], blocks, strict=False):
         _fsdp(block).set_modules_to_backward_prefetch([_fsdp(previous), *_experts_of(previous)])
+
+
+def _prefetch_mtp(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Gather the first block of multi-token prediction while the main loss is computed. Only training runs it: weights
+    that validation gathered would still be there after the next update."""
+    first = next((block for block in blocks if isinstance(block, MTPBlock)), None)
+    if first is None:
+        return
+
+    def gather(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            for module in (_fsdp(first), *_experts_of(first)):
+                module.unshard(async_op=True)
+
+    model.get_submodule("norm").register_forward_pre_hook(gather)
 
 
 def _all_experts_of(block: nn.Module) -> list[GroupedExperts]:
