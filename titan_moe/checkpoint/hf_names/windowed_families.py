@@ -143,7 +143,7 @@ EXAONE_MOE = Family(
         GROUPS,
         Part(_read_dense_of_exaone, LAYER_TYPES_DENSE.write),
     ),
-    not_built={"mtp": lambda model: "mtp."},
+    not_built={"mtp": lambda model: ("mtp.",)},
     without={"mtp": {"num_nextn_predict_layers": 0}},
 )
 
@@ -194,6 +194,6 @@ MELLUM = Family(
     | {"head_dim": 128, "norm_topk_prob": True, "layer_types": None, "mlp_layer_types": None, "sliding_window": 1024}
     | {"rope_parameters": PLAIN},
     parts=(Part(_read_rope_by_type, _write_rope_by_type), Part(_read_sparse, LAYER_TYPES_DENSE.write)),
-    not_built={"mtp": lambda model: "mtp."},
+    not_built={"mtp": lambda model: ("mtp.",)},
     without={"mtp": {"num_nextn_predict_layers": 0}},
 )
