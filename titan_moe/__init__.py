@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from titan_moe.config.adapter import AdapterConfig as AdapterConfig
     from titan_moe.config.adapter import AdapterOfKind as AdapterOfKind
     from titan_moe.config.attention import AttentionConfig as AttentionConfig
+    from titan_moe.config.balance import AuxLosses as AuxLosses
     from titan_moe.config.chat import ChatConfig as ChatConfig
     from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
     from titan_moe.config.kernels import KernelOverrides as KernelOverrides
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from titan_moe.config.model import (
         MoEConfig as MoEConfig,
     )
+    from titan_moe.config.mtp import MTPConfig as MTPConfig
     from titan_moe.config.parallel import ParallelConfig as ParallelConfig
     from titan_moe.config.parse import RecipeError as RecipeError
     from titan_moe.config.parse import load_recipe as load_recipe
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     from titan_moe.kernels.experts.weights import ExpertUse as ExpertUse
     from titan_moe.kernels.experts.weights import ExpertWeights as ExpertWeights
     from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from titan_moe.kernels.router.routing import Routing as Routing
     from titan_moe.kernels.symm_mem.arrays import symm_bytes as symm_bytes
     from titan_moe.layers.attention import Context as Context
     from titan_moe.layers.block import Block as Block
@@ -127,6 +130,7 @@ _MODULES = {
     "AllGatherDispatcher": "titan_moe.dispatch",
     "AllToAllDispatcher": "titan_moe.dispatch",
     "AttentionConfig": "titan_moe.config.attention",
+    "AuxLosses": "titan_moe.config.balance",
     "Block": "titan_moe.layers.block",
     "ChatConfig": "titan_moe.config.chat",
     "CheckpointConfig": "titan_moe.config.train",
@@ -144,6 +148,7 @@ _MODULES = {
     "KernelOverrides": "titan_moe.config.kernels",
     "Kernels": "titan_moe.config.kernels",
     "LocalDispatcher": "titan_moe.dispatch",
+    "MTPConfig": "titan_moe.config.mtp",
     "MemoryConfig": "titan_moe.config.perf",
     "MetricsConfig": "titan_moe.config.train",
     "MoE": "titan_moe.layers.moe",
@@ -160,6 +165,7 @@ _MODULES = {
     "Recipe": "titan_moe.config.recipe",
     "RecipeError": "titan_moe.config.parse",
     "Routed": "titan_moe.dispatch",
+    "Routing": "titan_moe.kernels.router.routing",
     "RoutingReplay": "titan_moe.layers.replay",
     "RunConfig": "titan_moe.config.train",
     "SymmMemDispatcher": "titan_moe.dispatch.symm_mem.dispatcher",

@@ -41,7 +41,7 @@ def test_records_have_what_is_known_of_a_recipe() -> None:
 
 def test_losses_of_multi_token_prediction_are_means_over_their_own_labels() -> None:
     recipe = Recipe(model=ModelConfig(mtp=MTPConfig(2)))
-    step = StepNumbers(*torch.ones(4), None, 1, {}, torch.tensor([[6.0, 2.0], [1.0, 0.0]]))
+    step = StepNumbers(*torch.ones(4), None, 1, {}, mtp_K2=torch.tensor([[6.0, 2.0], [1.0, 0.0]]))
     metrics = {metric.name: metric.measure(step) for metric in mtp_metrics(recipe)}
     finish_mtp(metrics)
     assert {name: value.item() for name, value in metrics.items()} == {"mtp_loss/1": 3.0, "mtp_loss/2": 0.0}

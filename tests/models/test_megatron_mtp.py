@@ -75,7 +75,7 @@ def theirs_for(model: Transformer, contexts: Any) -> nn.Module:
         def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
             (block,) = self.of_block
             h_BND, normed_BND = block.front(hidden_states.transpose(0, 1), contexts[self.name])
-            return block.add(h_BND, block.feed_forward(normed_BND)).transpose(0, 1), None
+            return block.add(h_BND, block.feed_forward(normed_BND), None).transpose(0, 1), None
 
     c = model.config
     config = TransformerConfig(

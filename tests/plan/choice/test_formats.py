@@ -73,7 +73,7 @@ def test_formats_are_described_by_ranges_of_layers() -> None:
         "bf16: layers.3.attention.q_up|kv_down|kv_up|out, layers.3.feed_forward.shared_experts.gate_up|down "
         '(modules_in_compute: "layers.3.*")',
     ]
-    assert last == "bf16 or finer: embedding, head, router, norms, gates and attention core"
+    assert last == "bf16 or finer: embedding, head, router, norms, gates of shared experts and attention core"
 
 
 def test_check_names_formats_only_where_there_are_some() -> None:
