@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -39,13 +38,10 @@ class LaneSamples(Samples):
 
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         dealt, own = deal(self._counts, count), []
-        is_read = np.bincount(dealt[mine.start : mine.stop], minlength=self.num_lanes) > 0
-        for number, slots in groupby(range(count), dealt.__getitem__):
-            if is_read[number]:
-                lane, numbers = self._lane(int(number)), list(slots)
-                lane.take(int(self._counts[number]) - lane.num_taken)  # those of another rank that has the lane too
-                samples = lane.take(len(numbers))
-                own += [sample for slot, sample in zip(numbers, samples, strict=True) if slot in mine]
+        for number in np.unique(dealt[mine.start : mine.stop]).tolist():
+            lane, slots = self._lane(number), range(*np.searchsorted(dealt, [number, number + 1]).tolist())
+            lane.take(int(self._counts[number]) - lane.num_taken)  # those of another rank that has the lane too
+            own += [sample for slot, sample in zip(slots, lane.take(len(slots)), strict=True) if slot in mine]
         np.add.at(self._counts, dealt, 1)
         self._check_documents()
         return own
