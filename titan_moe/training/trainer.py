@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.checkpoint.dcp import Checkpointer
+from titan_moe.checkpoint.hf_describe import export_problems
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.read import CheckpointMismatch
 from titan_moe.config import Recipe, RecipeError, refusals
@@ -65,8 +66,7 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
     """
     with process_group(recipe.run) as device, Watchdog(recipe.run) as watchdog:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
-        problems = refusals(recipe, dist.get_world_size())
-        if problems:
+        if problems := [*refusals(recipe, dist.get_world_size()), *export_problems(recipe)]:
             raise RecipeError(problems)
         with ExitStack() as lock, attention_backend(recipe.perf.attention):
             run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))

@@ -48,7 +48,9 @@ def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[
         is_set = getattr(d, key) != getattr(DataConfig, key)
         sources = 'data.source = "datasets"' + ("" if key == "files" else ' or "auto"')
         if d.source != "datasets" and key not in of_auto and is_set:
-            yield f'data.{key} = {in_toml(getattr(d, key))} belongs to {sources}, not "{d.source}"'
+            hint = f"{key} in each [[data.mixture]]" if d.source == "mixture" else ""
+            problem = f'data.{key} = {in_toml(getattr(d, key))} belongs to {sources}, not "{d.source}"'
+            yield Problem(problem, hint=hint)
 
 
 bytes_fit_the_vocabulary = row(
