@@ -57,6 +57,7 @@ def test_conversations_are_read_from_files(tmp_path: Path) -> None:
         read_prompts(None, str(lines), is_chat=True)
 
 
+@pytest.mark.slow
 def test_a_model_answers(tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_tokenizer(tmp_path, TEMPLATES["chatml"])
     run = tiny("--train.steps=1", "--model.vocab_size=400")
