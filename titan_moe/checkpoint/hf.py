@@ -181,7 +181,8 @@ def exported(
     dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()} | cast
     dtypes = {name: each for of_rank in agree(lambda: dtypes, path, group) for name, each in of_rank.items()}
     if dtype is None:  # numbers of codes
-        dtypes |= {name: dtypes["norm.weight"] for name, each in dtypes.items() if each.itemsize == 1}
+        codes = [name for name, each in dtypes.items() if each.is_floating_point and each.itemsize == 1]
+        dtypes |= dict.fromkeys(codes, dtypes["norm.weight"])
     return weights, family, config, own, dtypes
 
 

@@ -202,6 +202,7 @@ SPELLINGS = {
     "model.adapter.rank": "lora_r lora_rank",
     "model.adapter.alpha": "lora_alpha",
     "model.adapter.targets": "lora_target target_modules",
+    'model.adapter.base (true -> "fp8_rowwise")': "load_in_8bit",
     "optim.trainable": "freeze_params trainable_modules unfrozen_parameters",
     "optim.kind": "optimizer optimizer.name optimizer.type optimizer_type optimizer_name",
     "optim.muon.momentum": "muon_momentum",
@@ -336,8 +337,8 @@ ABSENT = {
     'weights of Hugging Face are read with checkpoint.load_from = "hf:FOLDER"; titan-moe recipe FOLDER writes the '
     "[model] of such a folder": "model_name_or_path pretrained_model_name_or_path base_model from_pretrained "
     "initial_load_in_hf model_type flavor hf_model_path safe_serialization ckpt_format",
-    "frozen weights are in the dtype of precision.compute": "finetuning_type load_in_8bit load_in_4bit qlora "
-    "freeze_vision_tower",
+    "frozen weights are in the dtype of precision.compute; model.adapter.base stores them in fp8": "finetuning_type "
+    "load_in_4bit qlora freeze_vision_tower",
     'data.format = "chat" trains on conversations, with the options of data.chat': "dataset_kwargs",
     "the next batch is read while a step runs": "num_workers dataloader_num_workers pin_memory prefetch_factor "
     "dataloader_pin_memory preprocessing_num_workers persistent_workers",

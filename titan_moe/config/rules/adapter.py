@@ -124,8 +124,12 @@ def codes_of_experts_are_unsharded(recipe: Recipe, world_size: int) -> Iterator[
         return
     if not sizes.experts_are_unsharded(recipe.precision):
         copies = sizes.edp * sizes.dp_replicate
-        of = f"{copies} ranks have the same experts" if copies > 1 else "gradients are reduced in a wider dtype"
-        yield f"model.adapter.base = {in_toml(recipe.model.adapter.base)} needs experts that bypass FSDP, and {of}"
+        of, hint = "gradients are reduced in a wider dtype", ""
+        if copies > 1:
+            of = f"{copies} ranks have the same experts"
+            hint = f'parallel.ep = {sizes.ep * copies} with parallel.dispatcher = "alltoall"'
+        base = in_toml(recipe.model.adapter.base)
+        yield Problem(f"model.adapter.base = {base} needs experts that bypass FSDP, and {of}", hint=hint)
 
 
 adapter_files_need_adapters = row(
