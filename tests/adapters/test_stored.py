@@ -14,6 +14,7 @@ from titan_moe import cli
 from titan_moe.adapters import low_rank, stored
 from titan_moe.adapters.frozen import freeze
 from titan_moe.checkpoint.hf import load_hf, save_hf
+from titan_moe.checkpoint.hf_stream import hf_weights
 from titan_moe.config.adapter import AdapterConfig, BaseFormat
 from titan_moe.kernels.formats.casts import round_to
 from titan_moe.models.transformer import Transformer
@@ -64,6 +65,7 @@ def test_a_model_of_codes_is_one_of_their_numbers(base: BaseFormat, tmp_path: Pa
     save_hf(plain, tmp_path / "plain")
     mine, right = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("mine", "plain"))
     assert mine.keys() == right.keys() and all(torch.allclose(mine[key], right[key], atol=1e-6) for key in right)
+    assert all(weight.equal(mine[name]) for name, weight in hf_weights(ours))
 
 
 def test_no_weight_in_a_wider_dtype_is_kept_for_backward(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ FP8_KERNELS = frozenset(
         "_fp8_swiglu_backward_kernel",
         "_fp8_swiglu_kernel",
         "_largest_kernel",
+        "_numbers_kernel",
         "_quantize_blocks_in_registers_kernel",
         "_quantize_blocks_kernel",
         "_quantize_rows_kernel",

@@ -107,6 +107,7 @@ def test_without_factors_codes_alone_are_read() -> None:
     assert torch.allclose(mine, right, atol=1e-5)
 
 
+@pytest.mark.few()
 @pytest.mark.interpreted
 @pytest.mark.parametrize("base", ["compute", "fp8_rowwise"])
 def test_both_operations_compile_into_one_graph(base: str) -> None:
