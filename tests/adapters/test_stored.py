@@ -102,6 +102,10 @@ def test_a_run_rounds_a_base_and_resumes_exactly(tiny, tmp_path: Path) -> None:
     assert cli.main(["export", str(checkpoint), str(tmp_path / "merged"), "--dtype=bf16"]) == 0
     at_end, later = (next(f.glob("*.safetensors")) for f in (whole.folder / "hf" / "step-4", tmp_path / "merged"))
     assert at_end.read_bytes() == later.read_bytes()
+    assert cli.main(["average", str(checkpoint), str(checkpoint), str(tmp_path / "mean")]) == 0
+    assert cli.main(["export", str(tmp_path / "mean"), str(tmp_path / "of_mean"), "--dtype=bf16"]) == 0
+    of_mean = next((tmp_path / "of_mean").glob("*.safetensors"))
+    assert of_mean.read_bytes() == later.read_bytes()
     assert cli.main(["generate", str(checkpoint), "5 7", "--max-tokens=2"]) == 0
     goes_on = tiny(*QWEN, *CODES, f"--checkpoint.load_from={checkpoint}", "--train.steps=1")
     assert goes_on.train() == 0

@@ -18,7 +18,7 @@ from titan_moe.checkpoint.weights import saved_shapes
 from titan_moe.config import RecipeError
 from titan_moe.config.parse import recipe_of
 from titan_moe.config.resume import compare
-from titan_moe.parameters import Chunk
+from titan_moe.parameters import SCALES, Chunk
 
 
 def average(checkpoints: Sequence[Path], shapes: Mapping[str, Shape], out: Path) -> None:
@@ -40,6 +40,9 @@ def average(checkpoints: Sequence[Path], shapes: Mapping[str, Shape], out: Path)
         problems += [f"{first} has {change} in {folder}: the mean of two models is none" for change in changes]
     if problems:
         raise RecipeError(problems)
+    saved, _ = saved_shapes(first)
+    scales = {f"{name}{SCALES}": saved.get(f"{name}{SCALES}") for name in shapes}
+    shapes = {**shapes, **{name: shape for name, shape in scales.items() if shape is not None}}
     planner = _MeanPlanner([PlainReader(folder) for folder in checkpoints])
     origin = hf_export.source_of(first)
     with hf_export.renamed_at_the_end(out) as unfinished:
