@@ -31,7 +31,8 @@ CONFIG = ModelConfig(
     vocab_size=16,
     num_layers=4,
     hidden_size=16,
-    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True),
+    norm_placement="both",
+    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True, output_gate="element"),
     moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss_coef=1e-2),
 )
 MLA = replace(

@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
     vocab_size=16,
     num_layers=3,
     hidden_size=16,
-    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, output_gate="head"),
     moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss_coef=1e-2),
 )
 

@@ -25,7 +25,7 @@ from titan_moe.models.transformer import Transformer
 NUM_LAYERS = 3
 LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
 ATTENTIONS = {
-    "gqa": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True),
+    "gqa": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, output_gate="element"),
     "mla": AttentionConfig(kind="mla", num_heads=4, num_kv_heads=4, head_dim=8, **LATENTS),
 }
 OTHERS = {"gqa": "mla_up", "mla": "qkv_rope"}
