@@ -43,6 +43,7 @@ PREFIXES = {
     "glm4_moe": "Glm4Moe",
     "olmoe": "Olmoe",
     "minimax_m2": "MiniMaxM2",
+    "afmoe": "Afmoe",
 }
 """Of the classes of a family."""
 

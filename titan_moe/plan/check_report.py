@@ -104,7 +104,7 @@ def _attention(recipe: Recipe) -> str:
     window += f", chunks of {a.attention_chunk_size:,}" if a.attention_chunk_size else ""
     full = f", 1 layer in {a.full_attention_every} full" if a.full_attention_every else ""
     full += f" in {counted(len(a.window_layers), 'layer')} of {recipe.model.num_layers}" if a.window_layers else ""
-    full += ", which alone have RoPE" if a.rope_layers == "windowed" else ""
+    full += ", RoPE in windowed layers alone" if a.rope_layers == "windowed" else ""
     return shape + window + full + (f", 1 layer in {a.nope_every} without RoPE" if a.nope_every else "")
 
 
