@@ -8,6 +8,7 @@ import pytest
 
 from titan_moe.config import check_rules, load_recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.mtp import MTPConfig
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,22 @@ def test_kind_of_each_layer(fields: dict[str, Any], kinds: str) -> None:
     assert model.num_moe_layers == kinds.count("M")
     some = model.with_layers([2, 5, 6])
     assert some.num_layers == 3 and list(some.moe_layers) == [i for i, n in enumerate((2, 5, 6)) if kinds[n] == "M"]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "repeats", "kinds"), [(4, False, "dMdMM"), (4, True, "dMdM"), (0, False, "ddddd")]
+)
+def test_blocks_of_multi_token_prediction_are_behind_the_layers(num_experts: int, repeats: bool, kinds: str) -> None:
+    mtp, moe = MTPConfig(2, repeats_layer=repeats), MoEConfig(num_experts=num_experts)
+    model = ModelConfig(num_layers=3, moe_every=2, mtp=mtp, moe=moe)
+    dense, of_moe = model.layers_by_kind
+    assert [list(dense), list(of_moe)] == [[i for i, kind in enumerate(kinds) if kind == which] for which in "dM"]
+    assert (model.num_blocks, list(model.mtp_layers)) == (len(kinds), list(range(3, len(kinds))))
+    last, first = model.with_layers([2, *model.mtp_layers]), model.with_layers([0, 1])
+    assert (last.num_layers, last.mtp, first.num_layers, first.mtp.num_depths) == (1, mtp, 2, 0)
+    assert [i in last.moe_layers for i in range(last.num_blocks)] == [kind == "M" for kind in kinds[2:]]
+    alone = model.with_layers(model.mtp_layers)
+    assert (alone.num_layers, alone.num_blocks) == (0, len(kinds) - 3)
 
 
 def test_models_with_the_same_kinds_of_layers_are_equal_with_all_of_them() -> None:

@@ -96,4 +96,10 @@ def is_used(row: Experimental, recipe: Any) -> bool:
 def describe_experimental(recipe: Any) -> str:
     """What a recipe uses of the table, in one line; empty for nothing."""
     used = [row for row in EXPERIMENTAL if is_used(row, recipe)]
-    return f"EXPERIMENTAL: {'; '.join(f'{row.setting} ({row.reason})' for row in used)}" if used else ""
+    said = (f"{_with_value(row, recipe).setting} ({row.reason})" for row in used)
+    return f"EXPERIMENTAL: {'; '.join(said)}" if used else ""
+
+
+def _with_value(row: Experimental, recipe: Any) -> Experimental:
+    """A row of a number, with that of the recipe."""
+    return row._replace(value=attrgetter(row.key)(recipe)) if type(row.value) is int else row

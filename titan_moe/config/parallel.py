@@ -53,9 +53,10 @@ class ParallelConfig:
     with `interleaved_1f1b`."""
     pp_layout: str = ""
     """The modules of each of the pp * vpp stages, in the language of Megatron's --pipeline-model-parallel-layout, such
-    as "Et*3|(tt|)*29tL". E is the embedding, t a layer, L the last norm, the head and the loss; | separates two stages;
-    *n repeats the letter or (group) before it. Commas and spaces are ignored. The first stage has E and the last has L;
-    stages between them may be empty. An empty string divides the layers so that the slowest stage has the fewest FLOPs,
+    as "Et*3|(tt|)*29tL". E is the embedding, t a layer, m a block of multi-token prediction, L the last norm, the head
+    and the loss; | separates two stages; *n repeats the letter or (group) before it. Commas and spaces are ignored. The
+    first stage has E and the last has L, right before it all m: "|mL" has no layer beside them. Stages between them may
+    be empty. An empty string divides the layers so that the slowest stage has the fewest FLOPs,
     those of attention, experts and head included."""
     dp_replicate: int = 1
     """Replicas of the sharded model (HSDP): parameters are sharded inside a replica; gradients are also summed over
