@@ -36,7 +36,7 @@ from titan_moe.training.build import build_on_meta, build_parts
 
 EVEN = {"hidden_size": 72, "num_attention_heads": 12, "num_key_value_heads": 6, "vocab_size": 62}
 NUMBERS = {
-    "deepseek_v3": {},
+    "deepseek_v3": {"num_nextn_predict_layers": 1},
     "gpt_oss": {"num_local_experts": 6},
     "minimax_m2": {"num_local_experts": 6},
     "granitemoeshared": {"num_local_experts": 6},

@@ -38,6 +38,7 @@ CHANGES: dict[str, Change] = {
     "model.moe.aux_loss_coef": LOGGED,
     "model.moe.aux_losses": LOGGED,
     "model.moe.z_loss_coef": LOGGED,
+    "model.mtp.loss_weight": LOGGED,
     "model.moe.bias_update_speed": LOGGED,
     "model.moe.bias_update": LOGGED,
     "model.moe.bias_ema": LOGGED,
