@@ -69,13 +69,15 @@ def chosen(ids: Tensor) -> Tensor:
 def places_of(ids_GnK: Tensor, scores_GnK: Tensor | None, num_experts: int) -> Tensor:
     """The place of each assignment in the queue of its expert, in each group: by score, the highest first, or without
     scores by position. Among equal scores the first token is first."""
-    shape, ids_GA = ids_GnK.shape, ids_GnK.flatten(1)
-    order_GA = torch.arange(ids_GA.shape[1], device=ids_GA.device).expand_as(ids_GA)
-    if scores_GnK is not None:
-        order_GA = scores_GnK.flatten(1).sort(dim=1, descending=True, stable=True).indices
-    sorted_ids_GA, by_expert_GA = ids_GA.gather(1, order_GA).sort(dim=1, stable=True)
-    order_GA = order_GA.gather(1, by_expert_GA)
+    if scores_GnK is None:
+        is_chosen_GnE = torch.zeros(*ids_GnK.shape[:2], num_experts, dtype=torch.int32, device=ids_GnK.device)
+        is_chosen_GnE = is_chosen_GnE.scatter(2, ids_GnK, 1)
+        return is_chosen_GnE.cumsum(1).gather(2, ids_GnK) - 1
+    ids_GA = ids_GnK.flatten(1)
+    by_score_GA = scores_GnK.flatten(1).sort(dim=1, descending=True, stable=True).indices
+    sorted_ids_GA, by_expert_GA = ids_GA.gather(1, by_score_GA).sort(dim=1, stable=True)
+    order_GA = by_score_GA.gather(1, by_expert_GA)
     experts_GE = torch.arange(num_experts, device=ids_GA.device).repeat(len(ids_GA), 1)
     starts_GE = torch.searchsorted(sorted_ids_GA, experts_GE)
     places_GA = torch.arange(ids_GA.shape[1], device=ids_GA.device) - starts_GE.gather(1, sorted_ids_GA)
-    return torch.empty_like(places_GA).scatter_(1, order_GA, places_GA).view(shape)
+    return torch.zeros_like(places_GA).scatter(1, order_GA, places_GA).view(ids_GnK.shape)

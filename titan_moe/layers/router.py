@@ -86,13 +86,14 @@ class TopKRouter(WideBuffers):
                 f"a MoE layer takes hidden states [B, N, {self.weight.shape[1]}], batch, sequence and width, and got "
                 f"{list(x_BND.shape)}; a single sequence of tokens [T, D] is x[None]"
             )
+        if valid_BN is not None:
+            self._check_mask(x_BND, valid_BN)
         bias = () if self.bias is None else (self.bias,)
         logits_BNE = self.logits(x_BND, self.weight, *bias)
         forced_ids_BNK = self.force(logits_BNE)
         routing = self.route(logits_BNE, self.expert_bias_E, self.rule, forced_ids_BNK)
         margins_EQ = self._margins(logits_BNE, valid_BN)
         if valid_BN is not None:
-            self._check_mask(x_BND, valid_BN)
             is_forced = forced_ids_BNK is not None
             routing = mask_tokens(routing, logits_BNE, self.rule, valid_BN, is_forced=is_forced)
         scores_BNK = self.balance(routing, margins_EQ, is_masked=valid_BN is not None)

@@ -33,8 +33,8 @@ class StepNumbers(NamedTuple):
     ep: int
     tokens_per_expert: dict[str, Tensor]  # of all ranks; empty while ranks measure their own numbers
     share_sums: Mapping[str, Tensor] = {}  # the same of each expert's share of the scores
-    bias_spread: Tensor | float = 0.0  # of this rank's routers
-    num_dropped: Tensor | float = 0.0  # assignments of this rank's tokens; then of all ranks
+    bias_spread: Callable[[Tensor], Tensor] = torch.zeros_like  # of this rank's routers, given the loss
+    num_dropped: Callable[[Tensor], Tensor] = torch.zeros_like  # assignments of this rank's tokens; then of all ranks
     mtp_K2: Tensor | None = None  # of this rank: the loss of each depth of multi-token prediction, and its label tokens
 
 
@@ -81,7 +81,7 @@ def _drops(recipe: Recipe) -> bool:
 def _dropped_share(step: StepNumbers) -> Tensor:
     """Share of the assignments of all layers."""
     numbers = [count_E.sum() for count_E in step.tokens_per_expert.values()]
-    return (torch.as_tensor(step.num_dropped) / sum(numbers, torch.zeros_like(numbers[0])).clamp(min=1)).float()
+    return (step.num_dropped(step.loss) / sum(numbers, torch.zeros_like(numbers[0])).clamp(min=1)).float()
 
 
 def _moves_bias(recipe: Recipe) -> bool:
@@ -112,10 +112,10 @@ METRICS = (
     Metric("memory_gib", "{:.2f} GiB"),
     Metric("expert_load", lambda r: r["expert_load"] and f"expert load {max(r['expert_load'].values()):.2f}"),
     Metric("idle_experts", lambda r: (n := r["idle_experts"].get("sum", 0)) and counted(n, "idle expert")),
-    Metric("num_dropped", "", lambda step: torch.as_tensor(step.num_dropped), "total", when=_drops, is_recorded=False),
+    Metric("num_dropped", "", lambda step: step.num_dropped(step.loss), "total", when=_drops, is_recorded=False),
     Metric("dropped_share", lambda r: (s := r["dropped_share"]) and f"dropped {s:.2%}", _dropped_share, when=_drops),
     Metric("router_entropy", "", lambda step: share_entropy(step.share_sums), when=_has_experts),
-    Metric("bias_spread", "", lambda step: torch.as_tensor(step.bias_spread), "max", when=_moves_bias),
+    Metric("bias_spread", "", lambda step: step.bias_spread(step.loss), "max", when=_moves_bias),
     Metric("overload", "overload {[max]:.2f}"),
     Metric("busiest_rank"),
     Metric("skipped_steps", _skipped("skipped_steps", "step", ", where gradients were not finite")),

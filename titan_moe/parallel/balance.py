@@ -121,7 +121,9 @@ class ExpertBalancer:
     @torch.no_grad()
     def bias_spread(self, like: Tensor) -> Tensor:
         """The largest distance between two expert biases of a router of this rank, fp32."""
-        spreads = [router.expert_bias_E.max() - router.expert_bias_E.min() for router in self.routers.values()]
+        widths = _by_width(self.routers, None)
+        of_width = [torch.stack([self.routers[name].expert_bias_E for name in names]) for names in widths.values()]
+        spreads = [(biases_LE.amax(1) - biases_LE.amin(1)).max() for biases_LE in of_width]
         return torch.stack(spreads).max().float() if spreads else like.new_zeros((), dtype=torch.float32)
 
     def aux_loss(self, like: Tensor) -> Tensor:
@@ -184,22 +186,24 @@ def _update_by_quantiles(
     routers: dict[str, TopKRouter], group: dist.ProcessGroup | None, skips_update: Tensor | None = None
 ) -> None:
     """Give the experts the biases that would have balanced the tokens of this step."""
-    by_quantiles = [router for router in routers.values() if router.balance.counts_margins]
-    by_num_experts: defaultdict[int, list[TopKRouter]] = defaultdict(list)
-    for router in by_quantiles:
-        by_num_experts[len(router.expert_bias_E)].append(router)
-    for alike in by_num_experts.values():
+    by_shape: defaultdict[tuple[int, int], list[TopKRouter]] = defaultdict(list)
+    for router in routers.values():
+        if router.balance.counts_margins:
+            by_shape[len(router.expert_bias_E), router.rule.top_k].append(router)
+    for alike in by_shape.values():
         margins_LEQ = torch.stack([router.balance.margins_EQ for router in alike])
         if dist.is_initialized():
             dist.all_reduce(margins_LEQ, group=group)
-        for router, margins_EQ in zip(alike, margins_LEQ, strict=True):
+        old_LE = torch.stack([router.expert_bias_E for router in alike])
+        bias_LE = balanced_biases(margins_LEQ, alike[0].rule.top_k).to(old_LE.dtype)
+        ema_L1 = torch.tensor([[router.bias_ema] for router in alike], dtype=old_LE.dtype)
+        bias_LE = torch.lerp(bias_LE, old_LE, ema_L1.to(old_LE.device))
+        bias_LE = bias_LE - bias_LE.mean(1, keepdim=True)
+        stays_L11 = margins_LEQ.sum((1, 2), keepdim=True) == 0
+        stays_L1 = stays_L11.squeeze(2) if skips_update is None else stays_L11.squeeze(2) | skips_update
+        for router, bias_E in zip(alike, torch.where(stays_L1, old_LE, bias_LE), strict=True):
             if router.weight.requires_grad:
-                old_E = router.expert_bias_E
-                bias_E = balanced_biases(margins_EQ, router.rule.top_k).to(old_E.dtype)
-                bias_E = router.bias_ema * old_E + (1 - router.bias_ema) * bias_E
-                stays = margins_EQ.sum() == 0
-                stays = stays if skips_update is None else stays | skips_update
-                old_E.copy_(torch.where(stays, old_E, bias_E - bias_E.mean()))
+                router.expert_bias_E.copy_(bias_E)
 
 
 def _by_width(routers: dict[str, TopKRouter], num_experts: Mapping[str, int] | None) -> dict[int, list[str]]:

@@ -94,7 +94,7 @@ class TrainStep:
         aux_loss = self.balancer.aux_loss(loss) / self.meshes.sizes.cp
         mtp_K2 = torch.cat([sums.sums_K2 for sums in self.mtp]) if self.mtp else None
         now = StepNumbers(loss, aux_loss, num_labels, num_tokens, self.capacity, self.meshes.sizes.ep, {})
-        of_routers = {"bias_spread": self.balancer.bias_spread(loss), "num_dropped": self.balancer.num_dropped(loss)}
+        of_routers = {"bias_spread": self.balancer.bias_spread, "num_dropped": self.balancer.num_dropped}
         now = now._replace(mtp_K2=mtp_K2, **of_routers)
         everyone = dict.fromkeys(("max", "total"), self.meshes.world_group)
         metrics = measure(self.metrics, now, {"sum": self.meshes.loss_group, **everyone})
@@ -109,7 +109,7 @@ class TrainStep:
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
         now = now._replace(tokens_per_expert=tokens_per_expert, share_sums=self.balancer.share_sums(loss))
-        now = now._replace(num_dropped=metrics.get("num_dropped", 0.0))
+        now = now._replace(num_dropped=lambda loss: metrics["num_dropped"])
         metrics |= self.counts | measure_of_all(self.metrics, now)
         return StepResult(metrics, tokens_per_expert, topk_ids_MBNLK)
 
