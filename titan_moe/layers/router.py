@@ -97,9 +97,9 @@ class TopKRouter(WideBuffers):
             is_forced = forced_ids_BNK is not None
             routing = mask_tokens(routing, logits_BNE, self.rule, valid_BN, is_forced=is_forced)
         scores_BNK = self.balance(routing, margins_EQ, is_masked=valid_BN is not None)
-        return scores_BNK.flatten(0, 1), self.sent_ids(routing).flatten(0, 1)
+        return scores_BNK.flatten(0, 1), self._sent_ids(routing).flatten(0, 1)
 
-    def sent_ids(self, routing: Routing) -> Tensor:
+    def _sent_ids(self, routing: Routing) -> Tensor:
         """The experts that tokens are sent to, -1 where an assignment is dropped."""
         return routing.topk_ids_BNK.clamp(min=-1) if self.balance.counts_dropped else routing.topk_ids_BNK
 
