@@ -46,7 +46,7 @@ def alone(ranks: Any) -> Callable[..., Any]:
     return train
 
 
-@pytest.mark.few("cp2-ring", "tp2-cp2", "pp2-cp2", "pp2-tied-own_stage", "zbv-repeated")
+@pytest.mark.few("tp2-tied", "pp2-cp2", "pp2-tied-own_stage", "zbv-repeated")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "model", "mtp", "changes"),
     [
