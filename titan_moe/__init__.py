@@ -154,7 +154,6 @@ _MODULES = {
     "MoE": "titan_moe.layers.moe",
     "MixtureSource": "titan_moe.config.mixture",
     "MoEConfig": "titan_moe.config.model",
-    "MTPConfig": "titan_moe.config.mtp",
     "ModelConfig": "titan_moe.config.model",
     "MuonConfig": "titan_moe.config.train",
     "OptimConfig": "titan_moe.config.train",
