@@ -170,6 +170,8 @@ KEPT = {
     "model.mtp.loss_weight": "0.3, then 0.1 in DeepSeek-V3",
     "model.adapter.rank": "LoRA",
     "model.adapter.alpha": "LoRA",
+    "model.mtp.num_depths": "DeepSeek-V3, GLM-4.5",
+    "model.adapter.base": "QLoRA: a base of half the bytes",
     "model.adapter.targets": "PEFT's target_modules, by kind",
     "model.adapter.use_rslora": "rsLoRA: ranks of 64 and more",
     **{

@@ -64,15 +64,11 @@ EXPERIMENTAL = (
     Experimental("model.moe.pad_to_capacity", True, _ON_CPUS_ALONE),
     *(
         Experimental("model.adapter.targets", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
-        for name in ("attention", "dense", "shared", "experts")
+        for name in ("dense", "shared")
     ),
-    *(
-        Experimental("model.adapter.base", name, _ON_CPUS_ALONE, lambda recipe: recipe.model.adapter.rank > 0)
-        for name in ("fp8_rowwise", "fp8_blockwise")
-    ),
-    Experimental("model.mtp.num_depths", 1, _ON_CPUS_ALONE),
+    Experimental("model.adapter.base", "fp8_blockwise", "not timed", lambda recipe: recipe.model.adapter.rank > 0),
     Experimental("model.mtp.repeats_layer", True, _ON_CPUS_ALONE, lambda recipe: recipe.model.mtp.num_depths > 1),
-    Experimental("optim.kind", "muon", _ON_CPUS_ALONE),
+    Experimental("optim.kind", "muon", "not timed on several GPUs"),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),
     Experimental("precision.gradients", "bf16", "its losses are not measured"),
