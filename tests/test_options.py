@@ -152,7 +152,7 @@ KEPT = {
     "model.moe.shared_ffn_hidden_size": "DeepSeek, Qwen2-MoE",
     "model.moe.shared_expert_gate": "Qwen2-MoE",
     "model.moe.latent_size": "latent MoE: narrower rows",
-    "model.moe.score_fn": "sigmoid in DeepSeek-V3, sparsemixer in Phi-3.5-MoE, softmax elsewhere",
+    "model.moe.score_fn": "sigmoid in DeepSeek-V3, sqrtsoftplus in V4, sparsemixer in Phi-3.5-MoE, softmax elsewhere",
     "model.moe.sparsemixer_jitter": "Phi-3.5-MoE",
     "model.moe.normalize_topk": "off in DeepSeek-V2",
     "model.moe.route_scale": "DeepSeek",

@@ -15,10 +15,10 @@ from titan_moe.config.schema import all_keys, docstring_of
 def test_explain_field_shows_type_default_purpose_and_values() -> None:
     lines = explain("model.moe.score_fn").splitlines()
     assert lines[:4] == [
-        'model.moe.score_fn: one of "softmax", "sigmoid", "sparsemixer", "softmax" by default',
+        'model.moe.score_fn: one of "softmax", "sigmoid", "sqrtsoftplus", "sparsemixer", "softmax" by default',
         "    The function of router logits that gives scores.",
-        '    "softmax"     Softmax over all experts.',
-        '    "sigmoid"     Sigmoid of each logit (arXiv:2408.15664).',
+        '    "softmax"      Softmax over all experts.',
+        '    "sigmoid"      Sigmoid of each logit (arXiv:2408.15664).',
     ]
     assert lines[-1] == "    A resume may not change it."
 

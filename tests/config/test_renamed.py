@@ -134,7 +134,7 @@ moe_layer_freq                          model.moe_every
 moe_router_enable_expert_bias           model.moe.bias_update_speed
 moe_router_load_balancing_type          model.moe.aux_losses.sequence
 moe_router_pre_softmax                  model.moe.normalize_topk (the opposite
-moe_router_dtype                        no field
+moe_router_dtype                        model.moe.router_dtype
 moe_aux_loss_coeff                      model.moe.aux_loss_coef
 moe_z_loss_coeff                        model.moe.z_loss_coef
 moe_grouped_gemm                        no field
@@ -159,6 +159,12 @@ cp_comm_type                            parallel.cp_kind
 virtual_pipeline_model_parallel_size    parallel.vpp
 expert_tensor_parallel_size             parallel.etp
 rampup_batch_size                       no field
+moe_input_jitter_eps                    no field
+num_hash_layers                         no field
+moe_sinkhorn                            no field
+dynamic_context_parallel                no field
+fp8_param_gather                        no field
+refit_method                            no field
 reset_attention_mask                    data.document_attention
 accumulate_allreduce_grads_in_fp32      precision.reduce
 first_last_layers_bf16                  precision.num_layers_at_start_in_compute

@@ -36,6 +36,8 @@ def by_hand(logits: list[float], moe: MoEConfig, bias: list[float]) -> dict[int,
     if moe.score_fn == "softmax":
         total = sum(math.exp(logit) for logit in logits)
         scores = [math.exp(logit) / total for logit in logits]
+    elif moe.score_fn == "sqrtsoftplus":
+        scores = [math.sqrt(math.log1p(math.exp(logit))) for logit in logits]
     else:
         scores = [1 / (1 + math.exp(-logit)) for logit in logits]
     ranked = [score + b for score, b in zip(scores, bias, strict=True)]
@@ -49,7 +51,7 @@ def by_hand(logits: list[float], moe: MoEConfig, bias: list[float]) -> dict[int,
     return {e: moe.route_scale * scores[e] / total for e in chosen}
 
 
-@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -113,6 +115,60 @@ def test_router_logits_and_scores_are_fp32_under_bf16() -> None:
     probabilities_TE = (x_BND.double() @ router.weight.double().T).softmax(-1).flatten(0, 1)
     chosen_TK = probabilities_TE.gather(1, ids_TK)
     torch.testing.assert_close(scores_TK.double(), chosen_TK / chosen_TK.sum(-1, keepdim=True), atol=1e-6, rtol=1e-5)
+
+
+def test_router_in_fp64_is_that_of_fp64_from_end_to_end() -> None:
+    router, x_BND = built(replace(MOE, router_dtype="fp64"), torch.bfloat16), tokens(torch.bfloat16).requires_grad_()
+    wide, wide_BND = built(MOE), x_BND.detach().double().requires_grad_()
+    wide.load_state_dict(router.state_dict())
+    scores_TK, ids_TK = router(x_BND)
+    expected_TK, expected_ids_TK = wide(wide_BND)
+    assert scores_TK.dtype == torch.float32 and torch.equal(ids_TK, expected_ids_TK)
+    assert torch.equal(scores_TK, expected_TK.float()), "they are rounded once"
+    scores_TK.square().sum().backward()
+    (expected_TK * 2 * expected_TK.detach().float()).sum().backward()
+    torch.testing.assert_close(x_BND.grad, wide_BND.grad.bfloat16())
+    torch.testing.assert_close(router.weight.grad, wide.weight.grad.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({"normalize_topk": False}, {"use_pre_softmax": True}),
+        ({"normalize_topk": False, "top_k": 1}, {"use_pre_softmax": True}),
+        (
+            {"normalize_topk": False, "num_groups": 4, "top_k_groups": 2, "group_score": "top_share_sum", "top_k": 2},
+            {"use_pre_softmax": True, "num_groups": 4, "group_topk": 2},
+        ),
+    ],
+    ids=["softmax_after_top_k", "before", "top_1", "groups_of_devices"],
+)
+def test_router_is_that_of_megatron_core(changes: dict[str, object], options: dict[str, object]) -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    moe = replace(MOE, **changes)
+    router, x_BND = built(moe), tokens()
+    scores_TK, ids_TK = router(x_BND)
+    actual_TE = torch.zeros(14, moe.num_experts, dtype=torch.float64).scatter(1, ids_TK, scores_TK)
+    logits_TE = (x_BND @ router.weight.T).flatten(0, 1)
+    expected_TE, chosen_TE = moe_utils.topk_routing_with_score_function(
+        logits_TE, moe.top_k, score_function=moe.score_fn, **options
+    )
+    assert torch.equal(chosen_TE, actual_TE > 0)
+    torch.testing.assert_close(actual_TE, expected_TE, atol=1e-6, rtol=1e-5)  # theirs is in fp32
+    direction_TE = torch.randn_like(expected_TE)
+    (actual,) = torch.autograd.grad((actual_TE * direction_TE).sum(), router.weight)
+    (expected,) = torch.autograd.grad((expected_TE * direction_TE).sum(), router.weight)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    assert expected.norm() > 0.01, "the router learns by its scores, also of one expert"
+
+
+def test_router_scores_of_low_logits_have_finite_gradients() -> None:
+    logits_BNE = torch.tensor([[[-200.0, -90.0, -3.0, 0.0, 40.0]]], requires_grad=True)
+    rule = RoutingRule("sqrtsoftplus", 5, counts_by_score=True)
+    routing = route_tokens_reference(logits_BNE, torch.zeros(5), rule)
+    (grad,) = torch.autograd.grad((routing.topk_scores_BNK.square().sum(), routing.share_sums_BE[0, 0]), logits_BNE)
+    assert grad.isfinite().all()
 
 
 def test_router_gradient_is_that_of_the_formula() -> None:

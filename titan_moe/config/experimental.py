@@ -54,6 +54,8 @@ EXPERIMENTAL = (
     Experimental(
         "model.moe.group_score", "top_share_sum", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.num_groups > 1
     ),
+    Experimental("model.moe.score_fn", "sqrtsoftplus", _ON_CPUS_ALONE),
+    Experimental("model.moe.router_dtype", "fp64", _ON_CPUS_ALONE),
     Experimental("model.moe.bias_update", "quantile", _ON_CPUS_ALONE),
     Experimental(
         "model.moe.drop_policy", "position", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.capacity_factor > 0

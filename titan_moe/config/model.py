@@ -29,10 +29,11 @@ class MoEConfig:
     latent_size: int = 0
     """Width of tokens between dispatch and combine, with a projection before and after (latent MoE); 0 means
     `hidden_size`, without projections."""
-    score_fn: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    score_fn: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = "softmax"
     """The function of router logits that gives scores.
     `softmax`: Softmax over all experts.
     `sigmoid`: Sigmoid of each logit (arXiv:2408.15664).
+    `sqrtsoftplus`: Square root of the softplus of each logit (DeepSeek-V4).
     `sparsemixer`: Two experts a token, one after the other: the best, and the best of the others. The score of each is
     a softmax over those left whose logits are within `sparsemixer_jitter` of its own (Phi-3.5-MoE, arXiv:2409.12136).
     Experts are not drawn at random in training, so a run is that of evaluation, with its gradients."""
@@ -40,7 +41,14 @@ class MoEConfig:
     """Half of the relative distance to the best logit up to which others join the softmax of `sparsemixer`
     (`router_jitter_noise`)."""
     normalize_topk: bool = True
-    """Divide the K selected scores of a token by their sum."""
+    """Divide the K selected scores of a token by their sum. Of softmax scores this makes the softmax of the K selected
+    logits, "after top-k" in Megatron, and `false` keeps that of all, `moe_router_pre_softmax`. With `top_k = 1` it must
+    be `false`: the score of the one expert then weighs its output, and the router learns by it (Switch)."""
+    router_dtype: Literal["fp32", "fp64"] = "fp32"
+    """Dtype of the router's logits, scores and selection.
+    `fp32`: At least fp32, from rows and weights in compute's dtype.
+    `fp64`: Their products too; Megatron's `moe_router_dtype`. It needs the router in PyTorch. Weights and optimizer
+    stay as they are, and experts get their scores in fp32."""
     route_scale: float = 1.0
     """Factor on the selected scores, after normalisation (2.5 in DeepSeek-V3)."""
     num_groups: int = 1
@@ -220,6 +228,8 @@ class ModelConfig:
     def unmet_needs_of_triton(self) -> dict[str, str]:
         """Operation of `[perf.override]` -> the setting that its Triton kernel needs and that is not this model's."""
         needs = {"head": "model.head_bias = false"} if self.head_bias else {}
+        if self.moe.num_experts and self.moe.router_dtype != "fp32":
+            needs["router"] = 'model.moe.router_dtype = "fp32"'
         if self.moe.score_fn == "sparsemixer":
             needs["router"] = 'another model.moe.score_fn than "sparsemixer"'
         return needs

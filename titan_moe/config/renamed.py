@@ -122,6 +122,7 @@ SPELLINGS = {
     "model.moe.score_fn": "moe_router_score_function scoring_func",
     "model.moe.normalize_topk": "norm_topk_prob route_norm moe_renormalize",
     "model.moe.normalize_topk (the opposite value)": "moe_router_pre_softmax",
+    "model.moe.router_dtype": "moe_router_dtype",
     "model.moe.route_scale": "moe_router_topk_scaling_factor routed_scaling_factor",
     'model.moe.score_on (true -> "input")': "moe_apply_probs_on_input score_before_experts",
     "model.moe.bias_update_speed": "moe_router_bias_update_rate load_balance_coeff",
@@ -321,7 +322,7 @@ ABSENT = {
     "position_embedding_type",
     'memory.recompute = ["block:8"] recomputes the first 8 layers': "recompute_num_layers recompute_method "
     "selective_ac_option checkpoint_num_layers gradient_checkpointing_kwargs distribute_saved_activations",
-    "router and scores are always fp32 or wider": "moe_router_dtype moe_router_fp32",
+    "router and scores are always fp32 or wider": "moe_router_fp32",
     "routed experts are always grouped; perf.kernels has their implementations": "moe_grouped_gemm use_grouped_mm "
     "moe_use_legacy_grouped_gemm use_liger_kernel",
     "parameters, gradients and moments are always sharded over parallel.dp_shard": "use_distributed_optimizer "
@@ -330,8 +331,24 @@ ABSENT = {
     "memory": "cpu_offload enable_cpu_offload offload_param fsdp_offload_params cpu_offloading",
     "weights are gathered in the dtype of precision.compute": "enable_fsdp_float8_all_gather",
     "models have no dropout, and adapters none": "lora_dropout dropout hidden_dropout attention_dropout "
-    "attn_dropout resid_dropout embd_pdrop "
-    "moe_input_jitter_eps",
+    "attn_dropout resid_dropout embd_pdrop",
+    "routers have no noise, so that a repeated forward and another layout choose the same experts; "
+    "model.moe.aux_losses and model.moe.bias_update_speed spread tokens": "moe_input_jitter_eps input_jitter_eps "
+    "router_input_jitter jitter_noise router_noise_eps noisy_gate_policy",
+    "experts are chosen by scores; a model.class of your own may choose them by token id": "num_hash_layers "
+    "n_hash_layers moe_n_hash_layers hash_routing",
+    'no iteration makes assignments even while a step routes; model.moe.bias_update = "quantile" balances those of a '
+    "step exactly, without a loss": "sinkhorn moe_sinkhorn sinkhorn_iterations use_sinkhorn",
+    "the ranks of cp are those of the recipe in every microbatch, so that each has one shape; packing evens lengths, "
+    "and data.document_attention skips what other documents have": "dynamic_context_parallel hybrid_context_parallel "
+    "dynamic_cp hybrid_cp max_seqlen_per_dp_cp_rank max_seqlen_per_cp_rank",
+    'weights that an optimizer updates are at least bf16; precision.master = "fp32_split" takes two bytes beside bf16 '
+    "ones, precision.format computes in fp8, and model.adapter.base keeps frozen ones as codes": "fp8_param_gather "
+    "fp8_param fp8_params fp8_primary_weights fp8_model_init enable_fp8_primary_weights "
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "a run sends no weights to a rollout engine, whose layout it does not know; hf_weights(model) of titan_moe gives "
+    "whole tensors by Hugging Face name to send": "refit refit_method rollout_engine weight_sync_backend "
+    "update_weights_nccl nccl_weight_sync",
     "layers are SwiGLU without biases; model.class takes a model of your own": "swiglu hidden_act "
     "activation activation_func gated_linear_unit add_bias_linear disable_bias_linear mlp_bias",
     'weights of Hugging Face are read with checkpoint.load_from = "hf:FOLDER"; titan-moe recipe FOLDER writes the '

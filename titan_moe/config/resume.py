@@ -46,6 +46,7 @@ CHANGES: dict[str, Change] = {
     "model.moe.drop_policy": LOGGED,
     "model.moe.drop_over": LOGGED,
     "model.moe.pad_to_capacity": FREE,
+    "model.moe.router_dtype": LOGGED,
     "parallel": FREE,
     "perf": LOGGED,
     "perf.loss_chunk_tokens": FREE,

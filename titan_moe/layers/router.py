@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.kernels.choose import ROUTE_TOKENS, ROUTER_LOGITS
+from titan_moe.kernels.router.logits import router_logits_fp64
 from titan_moe.kernels.router.masked import mask_tokens
 from titan_moe.kernels.router.quantiles import count_margins
-from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule
+from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule, expert_scores
 from titan_moe.layers.balance import LoadBalance
 from titan_moe.layers.dropping import DroppingRoute
 from titan_moe.layers.wide_buffers import WideBuffers
@@ -50,7 +51,7 @@ class TopKRouter(WideBuffers):
             counts_by_score=moe.aux_coefs.are_used,
             sparsemixer_jitter=moe.sparsemixer_jitter,
         )
-        self.logits = ROUTER_LOGITS[kernels.router]
+        self.logits = router_logits_fp64 if moe.router_dtype == "fp64" else ROUTER_LOGITS[kernels.router]
         self.route: RouteTokens = ROUTE_TOKENS[kernels.router]
         if moe.capacity_factor:
             self.route = DroppingRoute(self.route, moe)
@@ -97,6 +98,7 @@ class TopKRouter(WideBuffers):
             is_forced = forced_ids_BNK is not None
             routing = mask_tokens(routing, logits_BNE, self.rule, valid_BN, is_forced=is_forced)
         scores_BNK = self.balance(routing, margins_EQ, is_masked=valid_BN is not None)
+        scores_BNK = scores_BNK.to(torch.promote_types(x_BND.dtype, torch.float32))
         return scores_BNK.flatten(0, 1), self._sent_ids(routing).flatten(0, 1)
 
     def _sent_ids(self, routing: Routing) -> Tensor:
@@ -108,7 +110,7 @@ class TopKRouter(WideBuffers):
         if not self.balance.counts_margins or not torch.is_grad_enabled():
             return None
         logits_BNE = logits_BNE.detach()
-        scores_BNE = logits_BNE.sigmoid() if self.rule.score_fn == "sigmoid" else logits_BNE.softmax(-1)
+        scores_BNE = expert_scores(logits_BNE, self.rule.score_fn)
         return count_margins(scores_BNE, self.expert_bias_E, self.rule.top_k, valid_BN)
 
     def _check_mask(self, x_BND: Tensor, valid_BN: Tensor) -> None:

@@ -24,6 +24,8 @@ CASES = {
     "softmax": (12, RoutingRule("softmax", 2)),
     "sigmoid": (40, SIGMOID),
     "not_normalised": (12, RoutingRule("softmax", 3, normalize_topk=False, route_scale=16.0)),
+    "sqrtsoftplus": (40, RoutingRule("sqrtsoftplus", 3, route_scale=1.5, counts_by_score=True)),
+    "sqrtsoftplus_groups": (20, RoutingRule("sqrtsoftplus", 3, num_groups=4, top_k_groups=2, normalize_topk=False)),
     "groups_of_one": (5, SIGMOID._replace(num_groups=5, top_k_groups=4)),
     "groups": (20, SIGMOID._replace(num_groups=4, top_k_groups=2)),
     "groups_by_share": (

@@ -71,6 +71,7 @@ def test_auto_is_grouped_mm_elsewhere(capability: Capability | None) -> None:
             "--model.moe.score_fn=sparsemixer --model.moe.top_k=2 --model.moe.normalize_topk=false",
             replace(FUSED, router="torch"),
         ),
+        ("--model.moe.router_dtype=fp64", replace(FUSED, router="torch")),
         ("--precision.master=fp64", replace(FUSED, gradients="torch")),
         (
             "--precision.master=fp64 --model.moe.score_on=input",

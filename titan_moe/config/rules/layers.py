@@ -62,7 +62,7 @@ def fused_experts_have_their_needs(layers: Layers, world_size: int) -> Iterator[
         yield f'kernels.experts = "fused" needs {need}'
 
 
-@rule("these kernels have no such option", "kernels.head router model.head_bias model.moe.score_fn")
+@rule("these kernels have no such option", "kernels.head router model.head_bias model.moe.score_fn router_dtype")
 def triton_kernels_have_their_needs(layers: Layers, world_size: int) -> Iterator[str]:
     for name, need in layers.model.unmet_needs_of_triton.items():
         if getattr(layers.kernels, name) == "triton":

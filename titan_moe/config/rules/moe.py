@@ -85,7 +85,7 @@ def quantiles_have_their_settings(recipe: Recipe, world_size: int) -> Iterator[s
     broken = {
         "bias_update_speed = 0": moe.bias_update_speed != 0,
         "num_groups = 1": moe.num_groups != 1,
-        'score_fn other than "sparsemixer"': moe.score_fn == "sparsemixer",
+        'score_fn = "softmax" or "sigmoid", whose scores are from 0 to 1,': moe.score_fn not in ("softmax", "sigmoid"),
         f"top_k below num_experts = {moe.num_experts}": moe.top_k >= moe.num_experts,
     }
     for need, is_broken in broken.items():

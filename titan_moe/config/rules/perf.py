@@ -33,10 +33,10 @@ def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule(
     "Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them, "
-    "no loss in Triton and no expert in fp8 adds a bias, and its router knows no sparsemixer",
+    "no loss in Triton and no expert in fp8 adds a bias, and its router knows no sparsemixer and no fp64",
     "perf.kernels perf.override.experts permute router rotary head gradients precision.compute master gradients "
     "run.device precision.experts format "
-    "model.moe.score_on expert_mlp_bias score_fn model.head_bias",
+    "model.moe.score_on expert_mlp_bias score_fn router_dtype model.head_bias",
 )
 def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels

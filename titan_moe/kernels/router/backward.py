@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_moe.kernels.router.forward import fit_tile
-from titan_moe.kernels.router.scores import score, softmax_terms
+from titan_moe.kernels.router.scores import score, score_slope, softmax_terms
 
 
 @triton.jit
 def _route_backward_kernel(
     logits_ptr, ids_ptr, dtopk_ptr, dshares_ptr, dz_ptr, dlogits_ptr, N, parts_per_sequence, route_scale,
-    E: tl.constexpr, K: tl.constexpr, IS_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORE_FN: tl.constexpr, NORMALIZES: tl.constexpr,
     HAS_SHARES: tl.constexpr, HAS_Z: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
@@ -32,7 +32,7 @@ def _route_backward_kernel(
     logits_TE = tl.load(logits_ptr + offset_TE, mask=keep_TE, other=0.0)
     logits_TE = tl.where((expert_E < E)[None, :], logits_TE, float("-inf"))
     max_T, norm_T = softmax_terms(logits_TE)
-    scores_TE = score(logits_TE, max_T, norm_T, IS_SOFTMAX)
+    scores_TE = score(logits_TE, max_T, norm_T, SCORE_FN)
 
     is_topk_TE = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
     dscores_TE = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
@@ -49,19 +49,19 @@ def _route_backward_kernel(
     dscores_TE *= route_scale
     if HAS_SHARES:
         dshares_1E = tl.load(dshares_ptr + sequence * E + expert_E, mask=expert_E < E, other=0.0)[None, :]
-        if IS_SOFTMAX:  # softmax scores sum to 1 already
+        if SCORE_FN == "softmax":  # softmax scores sum to 1 already
             dscores_TE += dshares_1E
         else:
             total_T1 = tl.sum(scores_TE, axis=1)[:, None] + 1e-20
             dscores_TE += (dshares_1E - tl.sum(dshares_1E * scores_TE, axis=1)[:, None] / total_T1) / total_T1
 
-    if IS_SOFTMAX:
+    if SCORE_FN == "softmax":
         dlogits_TE = scores_TE * (dscores_TE - tl.sum(dscores_TE * scores_TE, axis=1)[:, None])
     else:
-        dlogits_TE = dscores_TE * scores_TE * (1 - scores_TE)
+        dlogits_TE = dscores_TE * score_slope(logits_TE, scores_TE, SCORE_FN)
     if HAS_Z:
         log_norm_T = max_T + tl.log(norm_T)
-        dlogits_TE += (2 * tl.load(dz_ptr) * log_norm_T)[:, None] * score(logits_TE, max_T, norm_T, True)
+        dlogits_TE += (2 * tl.load(dz_ptr) * log_norm_T)[:, None] * score(logits_TE, max_T, norm_T, "softmax")
     tl.store(dlogits_ptr + offset_TE, dlogits_TE, mask=keep_TE)
 
 
@@ -78,7 +78,7 @@ def route_backward(
         _route_backward_kernel[(num_sequences * parts_per_sequence,)](
             logits_BNE, ids_BNK, dtopk_scores_BNK, dshare_sums_BE, dz_sum, dlogits_BNE,
             num_tokens, parts_per_sequence, route_scale,
-            E=num_experts, K=top_k, IS_SOFTMAX=score_fn == "softmax", NORMALIZES=normalize_topk,
+            E=num_experts, K=top_k, SCORE_FN=score_fn, NORMALIZES=normalize_topk,
             HAS_SHARES=dshare_sums_BE is not None, HAS_Z=dz_sum is not None,
             BLOCK_T=tile.tokens, BLOCK_E=tile.group_size, num_warps=1,
         )  # fmt: skip

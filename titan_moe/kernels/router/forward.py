@@ -105,7 +105,7 @@ def _route_kernel(
     logits_ptr, bias_ptr, forced_ptr, kept_ptr, topk_scores_ptr, ids_ptr, counts_ptr, aux_counts_ptr, shares_ptr, z_ptr,
     N, parts_per_sequence, route_scale,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, NUM_RANKED: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr, IS_FORCED: tl.constexpr, KEEPS: tl.constexpr,
+    SCORE_FN: tl.constexpr, NORMALIZES: tl.constexpr, IS_FORCED: tl.constexpr, KEEPS: tl.constexpr,
     COUNTS_BY_SCORE: tl.constexpr,
     PART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def _route_kernel(
         logits_TE = tl.load(logits_ptr + row_T[:, None] * E + expert_E[None, :], mask=keep_TE, other=0.0)
         logits_TE = tl.where(is_expert_E[None, :], logits_TE, float("-inf"))
         max_T, norm_T = softmax_terms(logits_TE)
-        scores_TE = score(logits_TE, max_T, norm_T, IS_SOFTMAX)
+        scores_TE = score(logits_TE, max_T, norm_T, SCORE_FN)
 
         key_TE = tl.where(is_expert_E[None, :], _key(scores_TE + bias_E[None, :]), REMOVED)
         if GROUPS > 1 and not IS_FORCED:
@@ -156,7 +156,7 @@ def _route_kernel(
 
         keep_TK = is_token_T[:, None] & (k_K < K)
         topk_logits_TK = tl.load(logits_ptr + row_T[:, None] * E + ids_TK, mask=keep_TK, other=0.0)
-        weights_TK = tl.where(keep_TK, score(topk_logits_TK, max_T, norm_T, IS_SOFTMAX), 0.0)
+        weights_TK = tl.where(keep_TK, score(topk_logits_TK, max_T, norm_T, SCORE_FN), 0.0)
         if NORMALIZES:
             weights_TK = weights_TK / (tl.sum(weights_TK, axis=1) + 1e-20)[:, None]
         offset_TK = row_T[:, None] * K + k_K
@@ -170,7 +170,7 @@ def _route_kernel(
                 score_key_TE = tl.where(is_expert_E[None, :], _key(scores_TE), REMOVED)
                 is_counted_TE = _is_topk(score_key_TE, column_E, K)
             aux_counts_E += tl.sum((is_counted_TE & is_token_T[:, None]).to(tl.int32), axis=0)
-        if not IS_SOFTMAX:  # softmax scores sum to 1 already
+        if SCORE_FN != "softmax":  # softmax scores sum to 1 already
             scores_TE = scores_TE / (tl.sum(scores_TE, axis=1) + 1e-20)[:, None]
         shares_E += tl.sum(tl.where(is_token_T[:, None], scores_TE, 0.0), axis=0)
         log_norm_T = max_T + tl.log(norm_T)
@@ -257,7 +257,7 @@ def route_forward(
         logits_BNE, expert_bias_E, forced_ids_BNK, kept_ids_BNK, routing.topk_scores_BNK, routing.topk_ids_BNK,
         counts_PE, aux_counts_PE, shares_PE, z_P, num_tokens, parts_per_sequence, rule.route_scale,
         E=num_experts, K=rule.top_k, GROUPS=rule.num_groups, TOP_GROUPS=rule.top_k_groups,
-        NUM_RANKED=min(rule.num_ranked, num_experts // rule.num_groups), IS_SOFTMAX=rule.score_fn == "softmax",
+        NUM_RANKED=min(rule.num_ranked, num_experts // rule.num_groups), SCORE_FN=rule.score_fn,
         NORMALIZES=rule.normalize_topk, IS_FORCED=forced_ids_BNK is not None, KEEPS=kept_ids_BNK is not None,
         COUNTS_BY_SCORE=rule.counts_by_score, PART=tokens_per_part, BLOCK_T=tile.tokens, BLOCK_G=tile.groups,
         BLOCK_S=tile.group_size, BLOCK_K=triton.next_power_of_2(rule.top_k), num_warps=1,

@@ -35,6 +35,11 @@ def router_logits_reference(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None 
         return F.linear(*operands)
 
 
+def router_logits_fp64(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """The reference in fp64."""
+    return router_logits_reference(x.double(), weight_ED, bias_E)
+
+
 def _mm_fp32_out(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b in fp32; on a GPU by a half-precision GEMM with fp32 output."""
     is_gemm = a.is_cuda and a.numel() > 0

@@ -6,7 +6,7 @@ B batch · N sequence · E experts · K experts a token
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.router.routing import Routing, RoutingRule
+from titan_moe.kernels.router.routing import Routing, RoutingRule, expert_scores
 
 
 def mask_tokens(
@@ -17,7 +17,7 @@ def mask_tokens(
     `is_forced` says that ids were forced: the balancing loss then counts these.
     """
     num_experts, valid_BN1 = logits_BNE.shape[-1], valid_BN[..., None]
-    scores_BNE = logits_BNE.sigmoid() if rule.score_fn == "sigmoid" else logits_BNE.softmax(dim=-1)
+    scores_BNE = expert_scores(logits_BNE, rule.score_fn)
     counts_BE = aux_counts_BE = _count(routing.topk_ids_BNK, valid_BN1, num_experts)
     if rule.counts_by_score and not is_forced:
         by_score_BNK = scores_BNE.detach().topk(rule.top_k, dim=-1, sorted=False).indices

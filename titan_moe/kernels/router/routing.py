@@ -17,6 +17,7 @@ experts. Training is correct either way: backward uses the experts that forward 
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -24,7 +25,8 @@ class RoutingRule(NamedTuple):
     """How logits become experts and weights. Plain values, named as in `[model.moe]`."""
 
     score_fn: str
-    """`softmax` over all experts, `sigmoid` of each, or `sparsemixer`, of which there is no Triton kernel."""
+    """`softmax` over all experts, `sigmoid` or `sqrtsoftplus` of each, or `sparsemixer`, of which there is no Triton
+    kernel."""
     top_k: int
     num_groups: int = 1
     top_k_groups: int = 1
@@ -89,7 +91,7 @@ def route_tokens_reference(
     The expert bias affects the selection, not the weights (arXiv:2408.15664). Forced ids are int64 and valid experts.
     """
     num_experts = logits_BNE.shape[-1]
-    scores_BNE = logits_BNE.sigmoid() if rule.score_fn == "sigmoid" else logits_BNE.softmax(dim=-1)
+    scores_BNE = expert_scores(logits_BNE, rule.score_fn)
     ranked_BNE = (logits_BNE if rule.score_fn == "sparsemixer" else scores_BNE).detach() + expert_bias_E
     ids_BNK = choose_experts(ranked_BNE, rule) if forced_ids_BNK is None else forced_ids_BNK
     if kept_ids_BNK is not None:
@@ -107,6 +109,15 @@ def route_tokens_reference(
     shares_BNE = scores_BNE / (scores_BNE.sum(-1, keepdim=True) + 1e-20)
     z_sum = torch.logsumexp(logits_BNE, dim=-1).square().sum()
     return Routing(topk_scores_BNK * rule.route_scale, ids_BNK, counts_BE, aux_counts_BE, shares_BNE.sum(1), z_sum)
+
+
+def expert_scores(logits_BNE: Tensor, score_fn: str) -> Tensor:
+    """The score of every expert; `sparsemixer` has those of softmax where it does not weigh."""
+    if score_fn == "sigmoid":
+        return logits_BNE.sigmoid()
+    if score_fn == "sqrtsoftplus":  # the root has no slope at 0, where softplus of logits below -100 is in fp32
+        return F.softplus(logits_BNE).clamp(min=1e-30).sqrt()
+    return logits_BNE.softmax(dim=-1)
 
 
 def sparsemixer(logits_BNE: Tensor, ids_BNK: Tensor, jitter: float) -> Tensor:

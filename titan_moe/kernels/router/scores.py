@@ -15,9 +15,29 @@ def softmax_terms(logits_TE):
 
 
 @triton.jit
-def score(logits, max_T, norm_T, IS_SOFTMAX: tl.constexpr):
-    """Softmax or sigmoid scores of all or some logits of each row; -inf scores 0."""
-    if IS_SOFTMAX:
+def score(logits, max_T, norm_T, SCORE_FN: tl.constexpr):
+    """Scores of all or some logits of each row; -inf scores 0."""
+    if SCORE_FN == "softmax":
         return tl.exp(logits - max_T[:, None]) / norm_T[:, None]
-    else:
+    elif SCORE_FN == "sigmoid":
         return tl.sigmoid(logits)
+    else:
+        return tl.sqrt(softplus(logits))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) to the last bits, also where exp(x) is below those of 1."""
+    small = tl.exp(-tl.abs(x))
+    rounded = 1.0 + small
+    log1p = tl.where(rounded == 1.0, small, tl.log(rounded) * (small / tl.maximum(rounded - 1.0, 1e-30)))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def score_slope(logits, scores, SCORE_FN: tl.constexpr):
+    """The derivative of a score by its own logit, of scores that have no other."""
+    if SCORE_FN == "sigmoid":
+        return scores * (1 - scores)
+    else:
+        return tl.where(scores > 1e-15, tl.sigmoid(logits) / (2 * tl.maximum(scores, 1e-15)), 0.0)
