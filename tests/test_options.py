@@ -236,6 +236,7 @@ KEPT = {
     "optim.decay_steps": "schedule",
     "optim.decay": "schedule: cosine, linear and WSD's root are all in use",
     "optim.min_lr_ratio": "schedule",
+    "optim.groups": "muP, embeddings and routers with rates of their own",
     "optim.trainable": "fine-tuning of a part of a model, adapters, frozen routers",
     "data.source": "files by their ending, datasets, tokens, or none for a benchmark",
     "data.path": "where the data is",

@@ -244,6 +244,14 @@ BROKEN = {
         f"{LONGROPE} --model.attention.longrope_original_tokens=8",
         'exceeds model.attention.longrope_original_tokens = 8 with model.attention.longrope_applies = "short"',
     ),
+    "groups_match_parameters": (
+        '--optim.groups=[{parameters="*.routr.*"}]',
+        'optim.groups: "*.routr.*" matches no parameter; near it: layers.*.feed_forward.router.weight',
+    ),
+    "groups_have_factors": (
+        '--optim.groups=[{parameters="head.*",lr_scale=0}]',
+        "optim.groups[0].lr_scale = 0.0 must be finite and above 0",
+    ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
     "some_layers_have_experts": (
         "--model.moe_every=2 --model.dense_layers=[1,3]",

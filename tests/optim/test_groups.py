@@ -1,13 +1,18 @@
 """Matrices decay; scales and biases do not, whatever their shape."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from titan_moe.config import RecipeError
+from titan_moe.config.parameter_groups import ParameterGroup
 from titan_moe.config.train import OptimConfig
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.optim.build import build_optimizer
-from titan_moe.optim.groups import decay_groups
+from titan_moe.optim.groups import check_groups, decay_groups
+from titan_moe.optim.schedule import build_schedule
 
 
 class Experts(GroupedExperts):
@@ -51,6 +56,68 @@ def test_states_keep_their_names_whether_embeddings_decay_or_not(kind: str) -> N
     assert all(torch.equal(value, one.state_dict()[name]) for name, value in other.state_dict().items())
     decays = {id(p): group["weight_decay"] for group in other.optimizers[0].param_groups for p in group["params"]}
     assert [decays[id(parameter)] for parameter in model.parameters()] == [0.0, 0.0, 0.5]
+
+
+GROUPS = (ParameterGroup("embed.*", lr_scale=0.5), ParameterGroup("*e*", weight_decay_scale=2.0, lr_scale=0.25))
+
+
+def small() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    modules = {"embed": nn.Embedding(8, 4), "dense": nn.Linear(4, 4), "norm": nn.RMSNorm(4), "out": nn.Linear(4, 3)}
+    return nn.ModuleDict(modules)
+
+
+def test_decay_groups_take_the_first_pattern_that_matches() -> None:
+    model = small()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {
+        names[id(p)]: (group["lr_scale"], group["weight_decay"])
+        for group in decay_groups(model, 0.1, GROUPS)
+        for p in group["params"]
+    }
+    assert found == {
+        "embed.weight": (0.5, 0.1),
+        "dense.weight": (0.25, 0.2),
+        "dense.bias": (0.25, 0.0),
+        "norm.weight": (0.25, 0.0),
+        "out.weight": (0.25, 0.2),
+        "out.bias": (1.0, 0.0),
+    }
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused_adamw", "muon"])
+def test_a_group_steps_as_an_optimizer_of_its_rate_and_decay(kind: str) -> None:
+    config = OptimConfig(kind=kind, lr=0.1, weight_decay=0.3, warmup_steps=3, beta1=0.5)
+
+    def trained(name: str, config: OptimConfig) -> torch.Tensor:
+        model = small()
+        optimizers = build_optimizer([model], config, capturable=True)
+        schedule = build_schedule(optimizers, config, 5)
+        for step in range(5):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(9 * step + number)
+                )
+            optimizers.step()
+            schedule.step()
+            if step == 2:  # as a resume does
+                schedule.load_state_dict(schedule.state_dict())
+        return model.get_parameter(name).detach()
+
+    grouped = replace(config, groups=GROUPS)
+    for name, own in [
+        ("embed.weight", replace(config, lr=0.05)),
+        ("dense.weight", replace(config, lr=0.025, weight_decay=0.6)),
+        ("norm.weight", replace(config, lr=0.025)),
+        ("out.bias", config),
+    ]:
+        torch.testing.assert_close(trained(name, grouped), trained(name, own), atol=1e-7, rtol=1e-6)
+    assert not torch.equal(trained("embed.weight", grouped), trained("embed.weight", config))
+
+
+def test_a_group_of_no_parameter_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r'optim.groups: "embedding.\*" matches no parameter; near it: embed.weight'):
+        check_groups(small(), (ParameterGroup("embedding.*"),))
 
 
 def test_decay_groups_are_not_empty() -> None:

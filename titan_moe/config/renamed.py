@@ -204,6 +204,7 @@ SPELLINGS = {
     "model.adapter.alpha": "lora_alpha",
     "model.adapter.targets": "lora_target target_modules",
     'model.adapter.base (true -> "fp8_rowwise")': "load_in_8bit",
+    "optim.groups": "param_groups optimizer_groups decoupled_lr embedding_lr weight_decay_modules lr_multipliers",
     "optim.trainable": "freeze_params trainable_modules unfrozen_parameters",
     "optim.kind": "optimizer optimizer.name optimizer.type optimizer_type optimizer_name",
     "optim.muon.momentum": "muon_momentum",

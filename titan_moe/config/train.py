@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from titan_moe.config.chat import ChatConfig
 from titan_moe.config.forced_loads import FORCED_LOADS, NO_LOAD
 from titan_moe.config.mixture import MixtureSource
+from titan_moe.config.parameter_groups import ParameterGroup
 from titan_moe.config.schema import OneOf, Table
 
 SAMPLE_PROMPT_TOKENS = 64
@@ -132,6 +133,8 @@ class OptimConfig:
     embeddings_decay: bool = True
     """Whether weight decay applies to embeddings. OLMo 2 turns it off (arXiv:2501.00656). Tied ones always decay,
     because they are the weight of the head too; `false` is refused for them."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with another learning rate or weight decay: a table `[[optim.groups]]` for each, of any `kind`."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 disables clipping."""
     warmup_steps: int = 0

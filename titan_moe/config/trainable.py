@@ -121,7 +121,7 @@ def divides_experts(recipe: Recipe) -> bool:
     return any(of_layer not in ({0.0}, {1.0}) for of_layer in shares.values())
 
 
-def unmatched(names: Iterable[str], patterns: Patterns) -> Iterator[str]:
+def unmatched(names: Iterable[str], patterns: Patterns, key: str = "optim.trainable") -> Iterator[str]:
     """What is wrong with patterns that match no parameter, each in words, with names that are near."""
     known = list(names)
     short = {re.sub(r"^layers\.\d+\.", "layers.*.", name): None for name in known}
@@ -129,7 +129,7 @@ def unmatched(names: Iterable[str], patterns: Patterns) -> Iterator[str]:
         if not any(fnmatchcase(name, pattern) for name in known):
             like = re.sub(r"layers\.\d+\.", "layers.*.", pattern)
             near = _near(like, list(short))
-            yield f'optim.trainable: "{pattern}" matches no parameter; near it: {", ".join(near)}'
+            yield f'{key}: "{pattern}" matches no parameter; near it: {", ".join(near)}'
 
 
 def _near(pattern: str, names: list[str]) -> list[str]:

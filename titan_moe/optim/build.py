@@ -56,7 +56,7 @@ BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "fused_adamw": build_fused
 
 
 def _groups(part: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    return decay_groups(part, config.weight_decay, embeddings_decay=config.embeddings_decay)
+    return decay_groups(part, config.weight_decay, config.groups, embeddings_decay=config.embeddings_decay)
 
 
 def _adam_options(config: OptimConfig) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Schedules(LRSchedulersContainer):
     """The schedule of all optimizers of a run.
 
     Its state is the step alone: a resumed run takes the curve from its recipe. Where an optimizer keeps its rate on the
-    device, the schedule fills that tensor, which a captured step reads, and never reads it.
+    device, the schedule fills that tensor, which a captured step reads, and never reads it. A group's `lr_scale` is a
+    factor on its rate.
     """
 
     def __init__(self, optimizers: OptimizersContainer, lr: float, factor: Callable[[int], float]) -> None:
@@ -32,7 +33,7 @@ class Schedules(LRSchedulersContainer):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next optimizer step."""
+        """The learning rate of the next optimizer step, of groups without a scale."""
         return self.base_lr * self.factor(self.schedulers[0].last_epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,13 +46,14 @@ class Schedules(LRSchedulersContainer):
         for scheduler in self.schedulers:
             groups = scheduler.optimizer.param_groups
             scheduler.last_epoch = step
-            scheduler.base_lrs = [self.base_lr] * len(groups)  # torch's are tensors where the rates are
-            scheduler._last_lr = [self.lr] * len(groups)
-            for group in groups:
+            # torch's are tensors where the rates are
+            scheduler.base_lrs = [self.base_lr * group.get("lr_scale", 1.0) for group in groups]
+            scheduler._last_lr = [base_lr * self.factor(step) for base_lr in scheduler.base_lrs]
+            for group, lr in zip(groups, scheduler._last_lr, strict=True):
                 if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(self.lr)
+                    group["lr"].fill_(lr)
                 else:
-                    group["lr"] = self.lr
+                    group["lr"] = lr
 
 
 def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: int) -> Schedules:

@@ -28,6 +28,7 @@ from titan_moe.metrics import regions
 from titan_moe.metrics.table import measured
 from titan_moe.models.part import tied_weight
 from titan_moe.optim.build import Optimizers, build_optimizer
+from titan_moe.optim.groups import check_groups
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
 from titan_moe.parallel import arena, context, expert, fsdp, masters, sequence, symm_memory, tensor, tensor_overlap
@@ -186,6 +187,7 @@ def build_parts(
     low_rank.apply(model, recipe.model.adapter)  # beside the final modules, and before shards
     of_compute, has_adapters = fsdp.DTYPES[recipe.precision.compute], recipe.model.adapter.is_used
     frozen.freeze(model, recipe.optim.trainable, of_compute, has_adapters=has_adapters)  # by names of the whole model
+    check_groups(model, recipe.optim.groups)
     parts = stages.split(model, resolved, meshes)  # before sharding: a rank shards only its own stages
     layers = nn.ModuleList(parts)
     nodes = expert.open_nodes(recipe.parallel, meshes.ep.get_group())
