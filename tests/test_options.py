@@ -235,6 +235,8 @@ KEPT = {
     "optim.warmup_steps": "schedule",
     "optim.decay_steps": "schedule",
     "optim.decay": "schedule: cosine, linear and WSD's root are all in use",
+    "optim.decay_ends": "decayed checkpoints on the way of a long run: WSD-S",
+    "optim.restart_warmup_steps": "optim.decay_ends",
     "optim.min_lr_ratio": "schedule",
     "optim.groups": "muP, embeddings and routers with rates of their own",
     "optim.trainable": "fine-tuning of a part of a model, adapters, frozen routers",

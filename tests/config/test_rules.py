@@ -252,6 +252,15 @@ BROKEN = {
         '--optim.groups=[{parameters="head.*",lr_scale=0}]',
         "optim.groups[0].lr_scale = 0.0 must be finite and above 0",
     ),
+    "decays_end_in_order": ("--optim.decay_ends=[20,10]", "optim.decay_ends = [20, 10] must be steps in rising order"),
+    "restarts_follow_a_decay": (
+        "--optim.decay_ends=[10] --optim.decay_steps=0",
+        "optim.decay_ends = [10] with optim.decay_steps = 0",
+    ),
+    "restarts_have_an_end": (
+        "--optim.restart_warmup_steps=3",
+        "optim.restart_warmup_steps = 3 with optim.decay_ends = []",
+    ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
     "some_layers_have_experts": (
         "--model.moe_every=2 --model.dense_layers=[1,3]",

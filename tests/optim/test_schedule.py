@@ -73,6 +73,19 @@ def test_schedule_of_a_short_run_has_warmup_before_decay():
     assert run(*build(config, 2), 3) == pytest.approx([0.25, 0.5, 0.5])
 
 
+def test_schedule_of_several_decays():
+    config = OptimConfig(lr=1.0, warmup_steps=2, decay_steps=2, decay="linear", min_lr_ratio=0.2)
+    config = replace(config, decay_ends=(5, 9, 40), restart_warmup_steps=2)
+    first, second = [0.5, 1.0, 1.0, 0.6, 0.2], [0.6, 1.0, 0.6, 0.2]
+    assert run(*build(config, 12), 12) == pytest.approx([*first, *second, 0.6, 1.0, 0.2]), "a warm-up comes first"
+    assert run(*build(replace(config, restart_warmup_steps=0), 9), 9)[5:] == pytest.approx([1.0, 1.0, 0.6, 0.2])
+    alone = replace(config, decay_ends=())
+    assert run(*build(config, 5), 5) == run(*build(alone, 5), 5), "each period is as a run of its own"
+    optimizers, schedules = build(config, 12)
+    schedules.load_state_dict({"last_step": 6})
+    assert run(optimizers, schedules, 6) == run(*build(config, 12), 12)[6:]
+
+
 def test_schedule_default_is_constant():
     assert set(run(*build(OptimConfig(lr=3e-4), 4), 4)) == {3e-4}
 

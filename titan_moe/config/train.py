@@ -143,6 +143,13 @@ class OptimConfig:
     """Steps of the decay at the end of the run. In a shorter run the decay has the steps after the warmup."""
     decay: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
+    decay_ends: tuple[int, ...] = ()
+    """Earlier steps at which a decay ends too, in rising order, each with its own `decay_steps`. The rate then is that
+    of `lr` again: a long run gives a decayed checkpoint at each of these steps and goes on from it (WSD-S,
+    arXiv:2410.05192; with `decay = "cosine"` also SGDR, arXiv:1608.03983). Steps behind the end of a run have no
+    effect."""
+    restart_warmup_steps: int = 0
+    """Steps of the linear rise after each of `decay_ends`, from `min_lr_ratio` on."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of `lr`."""
     trainable: tuple[str, ...] = ()

@@ -61,7 +61,8 @@ def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: 
 
     Step s (the first is 1) of the warm-up has the rate `lr * s / warmup_steps`, its last step the full rate. The decay
     is exactly the last `decay_steps` steps; the run's last step has `lr * min_lr_ratio`. In a run too short for both,
-    the warm-up comes first (without it training may diverge) and the decay has the remaining steps. torchtitan's own
+    the warm-up comes first (without it training may diverge) and the decay has the remaining steps. With `decay_ends`
+    each period is as such a run, the later ones with the warm-up of a restart. torchtitan's own
     curve is not used: its decay is one step shorter and does not reach the end.
     """
     return Schedules(optimizers, config.lr, partial(lr_factor, config=config, steps=steps))
@@ -69,11 +70,15 @@ def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: 
 
 def lr_factor(num_steps_done: int, config: OptimConfig, steps: int) -> float:
     """The factor of `optim.lr` in the step after `num_steps_done` others."""
-    step = min(num_steps_done + 1, steps)
-    decay_steps = min(config.decay_steps, max(steps - config.warmup_steps, 0))
-    if step < config.warmup_steps:
-        return step / config.warmup_steps
+    step, low = min(num_steps_done + 1, steps), config.min_lr_ratio
+    ends = [end for end in config.decay_ends if end < steps]
+    start = max((end for end in ends if end < step), default=0)
+    step, steps = step - start, min((end for end in ends if end >= step), default=steps) - start  # of this period
+    warmup_steps = config.restart_warmup_steps if start else config.warmup_steps
+    decay_steps = min(config.decay_steps, max(steps - warmup_steps, 0))
+    if step < warmup_steps:
+        return low + (1.0 - low) * step / warmup_steps if start else step / warmup_steps
     if step <= steps - decay_steps:
         return 1.0
     progress = 1.0 - (steps - step) / decay_steps
-    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * DECAY_SHAPES[config.decay](progress)
+    return low + (1.0 - low) * DECAY_SHAPES[config.decay](progress)

@@ -20,6 +20,7 @@ from titan_moe.config.rules.precision import PRECISION_RULES
 from titan_moe.config.rules.ranges import RANGE_RULES, has_excessive_numbers
 from titan_moe.config.rules.rule import Rule
 from titan_moe.config.rules.run import RUN_RULES
+from titan_moe.config.rules.schedule import SCHEDULE_RULES
 from titan_moe.config.rules.tensor import TENSOR_RULES
 from titan_moe.config.rules.trainable import TRAINABLE_RULES
 
@@ -41,6 +42,7 @@ RULES: list[Rule] = [
     *TRAINABLE_RULES,
     *ADAPTER_RULES,
     *RUN_RULES,
+    *SCHEDULE_RULES,
     *MIXTURE_RULES,
 ]
 

@@ -104,7 +104,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
     "optim": {
         "lr eps": ABOVE_ZERO,
         "beta1 beta2": SHARE_BELOW_ONE,
-        "weight_decay max_grad_norm warmup_steps decay_steps": ZERO_OR_MORE,
+        "weight_decay max_grad_norm warmup_steps decay_steps restart_warmup_steps": ZERO_OR_MORE,
         "min_lr_ratio": SHARE,
     },
     "optim.muon": {"momentum": SHARE_BELOW_ONE, "ns_steps": Range(1, 99), "lr_scale": ABOVE_ZERO},
