@@ -214,6 +214,7 @@ KEPT = {
     "train.steps": "length of a run",
     "train.seq_len_tokens": "shape of a batch",
     "train.global_batch_sequences": "shape of a batch",
+    "train.batch_schedule": "DeepSeek-V3, and `rampup_batch_size` of Megatron",
     "train.micro_batch_sequences": "shape of a batch",
     "train.forced_load": "an even load for benchmarks, uneven ones for tests",
     "train.tokens": "how long a run is, as papers say it",

@@ -311,8 +311,10 @@ def _for_use(recipe: Recipe, num_ranks: int) -> Recipe:
     p, train = recipe.parallel, recipe.train
     dp = max(num_ranks // max(p.tp * p.cp * p.pp, 1), 1)
     number = 4 * p.pp if p.pp > 1 else 1
-    batch = replace(train, global_batch_sequences=max(train.micro_batch_sequences, 1) * dp * number)
-    return load_accepted(replace(recipe, train=batch), (), num_ranks)
+    batch = max(train.micro_batch_sequences, 1) * dp * number
+    return load_accepted(
+        replace(recipe, train=replace(train, global_batch_sequences=batch, batch_schedule=())), (), num_ranks
+    )
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -158,7 +158,7 @@ use_distributed_optimizer               no field
 cp_comm_type                            parallel.cp_kind
 virtual_pipeline_model_parallel_size    parallel.vpp
 expert_tensor_parallel_size             parallel.etp
-rampup_batch_size                       no field
+rampup_batch_size                       train.batch_schedule
 moe_input_jitter_eps                    no field
 num_hash_layers                         no field
 moe_sinkhorn                            no field

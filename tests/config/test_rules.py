@@ -261,6 +261,10 @@ BROKEN = {
         "--optim.restart_warmup_steps=3",
         "optim.restart_warmup_steps = 3 with optim.decay_ends = []",
     ),
+    "batches_grow": (
+        "--train.batch_schedule=[{until_tokens=4096,global_batch_sequences=12}]",
+        "train.batch_schedule[0]: train.global_batch_sequences = 12 is not a multiple of",
+    ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
     "some_layers_have_experts": (
         "--model.moe_every=2 --model.dense_layers=[1,3]",

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titan_moe.config import Recipe
+from titan_moe.config.batch_schedule import BatchPhase
 from titan_moe.config.context import SequenceShard
 from titan_moe.data.loader import Loader
 from titan_moe.data.packing import IGNORE_LABEL
@@ -44,6 +45,24 @@ def test_loader_reads_each_sample_once_an_epoch_on_one_rank(
         order += step
     assert sorted(order[:124]) == sorted(order[124:]) == list(range(124))
     assert order[:124] != order[124:]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_loader_grows_its_batches_and_resumes_between_them(
+    counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], dp_size: int
+) -> None:
+    phases = BatchPhase(5 * 16, 2), BatchPhase(9 * 16, 4)
+    recipe = counting_recipe(train={"batch_schedule": phases, "micro_batch_sequences": 1}, data={"is_shuffled": False})
+    ranks = [open_loader(recipe, rank, dp_size) for rank in range(dp_size)]
+    expected = [[0, 1], [2, 3], [4, 5], [6, 7, 8, 9], list(range(10, 18)), list(range(18, 26))]
+    for number, step in enumerate(expected):
+        if number == 3:
+            ranks[0].read_ahead()
+            states = [rank.state_dict() for rank in ranks]
+            ranks = [open_loader(recipe, rank, dp_size) for rank in range(dp_size)]
+            for rank, state in zip(ranks, states, strict=True):
+                rank.load_state_dict(state)
+        assert [sample for rank in ranks for sample in _numbers(rank)] == step
 
 
 def test_loader_cuts_microbatches_from_the_slice_of_the_rank(

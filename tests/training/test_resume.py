@@ -21,7 +21,13 @@ pytestmark = pytest.mark.slow
 
 STEPS = 60
 SAVING = ("--checkpoint.every_steps=5", "--checkpoint.keep_latest=0", "--validation.every_steps=20")
-RUN = (f"--train.steps={STEPS}", "--validation.num_sequences=4", *SAVING)
+SCHEDULES = (  # the batch grows at step 26
+    "--train.global_batch_sequences=8",
+    "--train.batch_schedule=[{until_tokens=3200,global_batch_sequences=4}]",
+    "--optim.decay_ends=[30]",
+    '--optim.groups=[{parameters="*.router.weight",lr_scale=0.5,weight_decay_scale=0}]',
+)
+RUN = (f"--train.steps={STEPS}", "--validation.num_sequences=4", *SCHEDULES, *SAVING)
 
 
 def finish(process: subprocess.Popen[str], exit_code: int = 0) -> str:

@@ -181,6 +181,24 @@ def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, exact: Any, 
         assert other["skipped"] == 0 and other["reruns"][-1] == 0 and other["recordings"] == 1
 
 
+def train_growing(is_captured: bool) -> tuple[list[float], list[str], int]:
+    """Losses and kinds of steps of which the first have two microbatches, and the others four; and the recordings."""
+    run = assemble(RECIPE, torch.device("cpu"))
+    take = step_runner.StepRunner(run.step.step, run.schedule, is_captured, Repeater)
+    losses, kinds = [], []
+    for step in range(2 * NUM_WARM_UPS + 4):
+        number = 2 if step < NUM_WARM_UPS + 2 else SEQUENCES
+        losses.append(take(Batch(*(x if x is None else x[:number] for x in batch_of(step)))).loss.item())
+        kinds.append(take.kind)
+    return losses, kinds, take.num_recordings
+
+
+def test_step_runner_records_each_number_of_microbatches(ranks: Any) -> None:
+    ((launched, *_),), ((captured, kinds, num_recordings),) = (ranks(1, train_growing, each) for each in (False, True))
+    assert captured == launched and num_recordings == 2
+    assert kinds == 2 * [*["launched"] * NUM_WARM_UPS, "recorded", "replayed"]
+
+
 def test_step_runner_sums_over_tensor_ranks_in_a_replayed_step(ranks: Any, exact: Any) -> None:
     recipe = replace(RECIPE, parallel=ParallelConfig(tp=2, ep=2, dispatcher="allgather"))
     for launched, replayed in zip(ranks(2, train, recipe), ranks(2, train, recipe, True), strict=True):

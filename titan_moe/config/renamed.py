@@ -45,6 +45,7 @@ SPELLINGS = {
     "train.tokens": "train_tokens max_tokens num_tokens total_tokens",
     "train.seq_len_tokens": "seq_len seq_length max_seq_len max_seq_length max_length sequence_len sequence_length "
     "cutoff_len block_size model_max_length context_length packed_sequence_size",
+    "train.batch_schedule": "rampup_batch_size batch_size_schedule batch_size_warmup step_batch_size_schedule",
     "train.global_batch_sequences": "batch_size global_batch_size train_batch_size global_train_batch_size",
     "train.global_batch_sequences (gradient_accumulation_steps * micro_batch_sequences * data-parallel ranks)": ""
     "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches num_microbatches grad_accum_steps",
@@ -361,7 +362,6 @@ ABSENT = {
     'data.format = "chat" trains on conversations, with the options of data.chat': "dataset_kwargs",
     "the next batch is read while a step runs": "num_workers dataloader_num_workers pin_memory prefetch_factor "
     "dataloader_pin_memory preprocessing_num_workers persistent_workers",
-    "a batch size holds for the whole run; resume with another one": "rampup_batch_size",
     "the loss is the cross entropy of the label tokens of a step": "label_smoothing_factor label_smoothing loss_fn "
     "calculate_per_token_loss neftune_noise_alpha eod_mask_loss",
     "validation has the microbatches of training, train.micro_batch_sequences": "per_device_eval_batch_size "

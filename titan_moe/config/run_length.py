@@ -43,17 +43,16 @@ def given(train: TrainConfig) -> list[str]:
 
 
 def step_tokens(train: TrainConfig) -> int:
-    """Tokens of an optimizer step on all ranks."""
+    """Tokens of an optimizer step on all ranks, after those of `train.batch_schedule`."""
     return train.global_batch_sequences * train.seq_len_tokens
 
 
 def known_steps(train: TrainConfig, samples_per_epoch: int = 0) -> int | None:
     """The steps of a run, rounded to whole ones; None for epochs of data whose size is unknown."""
     if train.epochs > 0:
-        steps = train.epochs * samples_per_epoch / max(train.global_batch_sequences, 1)
-        return max(int(steps + 0.5), 1) if samples_per_epoch else None
+        return max(train.batch_sizes.steps(train.epochs * samples_per_epoch), 1) if samples_per_epoch else None
     if train.tokens > 0:
-        return max(int(train.tokens / max(step_tokens(train), 1) + 0.5), 1)
+        return max(train.batch_sizes.steps(train.tokens, train.seq_len_tokens), 1)
     return train.steps
 
 

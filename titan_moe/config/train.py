@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+from titan_moe.config.batch_schedule import BatchPhase, BatchSizes
 from titan_moe.config.chat import ChatConfig
 from titan_moe.config.forced_loads import FORCED_LOADS, NO_LOAD
 from titan_moe.config.mixture import MixtureSource
@@ -64,6 +65,11 @@ class TrainConfig:
     global_batch_sequences: int = 8
     """Sequences per optimizer step on all ranks; a multiple of `micro_batch_sequences` times the data-parallel ranks.
     The quotient is the number of microbatches."""
+    batch_schedule: tuple[BatchPhase, ...] = ()
+    """Smaller batches at the start of a run, a table `[[train.batch_schedule]]` for each, in rising order: early steps
+    learn as much from fewer tokens (DeepSeek-V3, `rampup_batch_size` of Megatron). Warm-up and decay count steps of any
+    size. With `compile.cudagraph` each size is another recording, after warm-ups of its own. A resume with another
+    schedule goes on with the size that this one has after as many tokens."""
     micro_batch_sequences: int = 8
     """Sequences per forward pass on one rank (B)."""
     max_skipped_in_row: int = 20
@@ -78,6 +84,11 @@ class TrainConfig:
     forced_load: Annotated[str, OneOf(FORCED_LOADS)] = NO_LOAD
     """For benchmarks and tests: replace the router's selection by one with this load. Logs and metrics mention it. A
     resume may change it, so a load can begin and end at a checkpoint."""
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The sequences of every step."""
+        return BatchSizes(self.batch_schedule, self.global_batch_sequences, self.seq_len_tokens)
 
     @property
     def forces_load(self) -> bool:

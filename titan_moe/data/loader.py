@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 class Loader:
     """Read one rank's microbatches of every step. The state is one sample number, equal on all ranks.
 
-    Step s uses samples [s*G, (s+1)*G) of the global order. Rank r reads the r-th of dp_size equal contiguous slices, as
-    M microbatches of B sequences. The state does not depend on the rank, so a run resumes on any number of ranks.
+    Step s uses samples [s*G, (s+1)*G) of the global order; with `train.batch_schedule` G grows. Rank r reads the r-th
+    of dp_size equal contiguous slices, as M microbatches of B sequences. The state does not depend on the rank, so a
+    run resumes on any number of ranks.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Loader:
     def read_ahead(self) -> None:
         """Read the batch of one more step, which `next_step` returns in its turn. The state remains the position before
         the first batch that `next_step` has not returned, also after an error."""
-        num_global = self._recipe.train.global_batch_sequences
+        num_global = self._recipe.train.batch_sizes.next(self._next_sample)
         num_mine = num_global // self._dp_size
         mine = range(self._dp_rank * num_mine, (self._dp_rank + 1) * num_mine)
         samples = self._training.take(self._next_sample, num_global, mine)

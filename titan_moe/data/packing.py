@@ -25,6 +25,11 @@ class Batch(NamedTuple):
     """int, the experts that tokens take in each layer, -1 where the router chooses; with them `StepResult` has all. L
     are all layers, and what stands for dense ones has no effect. They are not checked: K different experts, or -1."""
 
+    @property
+    def num_sequences(self) -> int:
+        """The sequences of this rank, of which ranks of cp have parts."""
+        return self.tokens_MBN.shape[0] * self.tokens_MBN.shape[1]
+
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. Copies to a GPU are asynchronous, from pinned memory."""
         return Batch(*(None if x is None else _to(x, device) for x in self))

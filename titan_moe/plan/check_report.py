@@ -208,9 +208,13 @@ def _replicated(resolved: Resolved) -> str:
 def _step(resolved: Resolved) -> str:
     t, dp = resolved.recipe.train, resolved.sizes.dp
     tokens = t.global_batch_sequences * t.seq_len_tokens
+    first = t.batch_sizes.next(0)
+    grows = (
+        f"; grows from {first * t.seq_len_tokens:,} in {len(t.batch_schedule) + 1} sizes" if t.batch_schedule else ""
+    )
     return (
         f"{tokens:,} tokens = microbatches {resolved.num_microbatches} · data-parallel ranks {dp} · "
-        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}"
+        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}{grows}"
     )
 
 

@@ -45,7 +45,7 @@ def log_start(recipe: Recipe, counts: ModelCounts, device: torch.device) -> None
 def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: ModelCounts) -> None:
     """Log how much data there is, what is held out, and how often a run reads it."""
     train, parts = recipe.train, []
-    num_tokens = train.steps * step_tokens(train)
+    num_tokens = train.batch_sizes.total(train.steps) * train.seq_len_tokens
     if size.num_tokens is not None:
         parts.append(f"{size.num_tokens:,} tokens{_documents(size.num_documents)}")
     if size.held_out_tokens:
@@ -58,7 +58,8 @@ def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: Mod
     if samples_per_epoch:
         parts.append(f"an epoch is {samples_per_epoch * train.seq_len_tokens:,} tokens")
     epochs = f", {num_tokens / (samples_per_epoch * train.seq_len_tokens):.3g} epochs" if samples_per_epoch else ""
-    run = f"this run is {counted(train.steps, 'step')} of {step_tokens(train):,}: {num_tokens:,} tokens{epochs}"
+    most = "up to " if train.batch_schedule else ""
+    run = f"this run is {counted(train.steps, 'step')} of {most}{step_tokens(train):,}: {num_tokens:,} tokens{epochs}"
     a_parameter = f", {num_tokens / counts.parameters:.3g} a parameter" if counts.parameters else ""
     active = f" ({num_tokens / counts.active:.3g} an active one)" if counts.active else ""
     logger.info("data: %s", "; ".join([*parts, run + a_parameter + active]))
@@ -69,7 +70,7 @@ def log_data(recipe: Recipe, size: DataSize, samples_per_epoch: int, counts: Mod
         facts = "streamed" if source.num_tokens is None else f"{source.num_tokens:,} tokens"
         if source.share == 0:
             facts = "not read"
-        num_samples = train.steps * train.global_batch_sequences * source.share
+        num_samples = train.batch_sizes.total(train.steps) * source.share
         epochs = (
             f", {num_samples / source.samples_per_epoch:.3g} epochs of this run" if source.samples_per_epoch else ""
         )

@@ -52,6 +52,7 @@ class StepRunner:
         self.needed_factor = 0.0  # of the last step
         self.bound: float | None = None  # of the next one; 0: it is lifted; None: as the recipe says
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
+        self.num_microbatches = 0  # of the last step that was to be captured
         self.kind: Kind = "launched"  # of the last step
         self.captured: Captured | None = None
         if is_captured:
@@ -145,6 +146,11 @@ class StepRunner:
                 return self.step(batch)
         if self.captured is None:
             return self.step(batch)
+        if (number := len(batch.tokens_MBN)) != self.num_microbatches:
+            if self.num_microbatches:  # a recording has another number, and the first of several may be compiled anew
+                self.release()
+                self.num_warm_ups = self.num_warm_ups_before
+            self.num_microbatches = number
         if self.num_warm_ups > 0:
             self.num_warm_ups -= 1
             return self.warm_up(lambda: self.step(batch))

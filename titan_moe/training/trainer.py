@@ -267,9 +267,10 @@ class Trainer:
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
         lr = self.schedule.lr
-        result = self.runner(self.loader.next_step().to(self.device))
+        batch = self.loader.next_step().to(self.device)
+        result = self.runner(batch)
         progress.step += 1
-        num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
+        num_tokens = batch.num_sequences * self.meshes.sizes.dp * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
         known = self.runner.numbers | {"lr": lr, "bad_rows": self.stop.num_bad_rows, "epoch": self.loader.epoch}
         known |= {f"{EPOCH_OF_SOURCE}{name}": epoch for name, epoch in self.loader.epochs.items()}

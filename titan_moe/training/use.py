@@ -166,7 +166,8 @@ def _with_room(recipe: Recipe, ids: Sequence[Sequence[int]], sampling: Sampling)
     multiple = math.lcm(max(p.length_multiple, 1), *(max(p.cp, 1) * max(p.tp, 1) * step for step in of_formats))
     num_microbatches = train.global_batch_sequences // train.micro_batch_sequences
     sizes: dict[str, Any] = {"seq_len_tokens": -(-length // multiple) * multiple, "micro_batch_sequences": rows}
-    return replace(recipe, train=replace(train, **sizes, global_batch_sequences=rows * num_microbatches))
+    batch = rows * num_microbatches
+    return replace(recipe, train=replace(train, **sizes, global_batch_sequences=batch, batch_schedule=()))
 
 
 def _spread(use: Loaded, next_logits: NextLogits, is_cached: bool) -> NextLogits:
