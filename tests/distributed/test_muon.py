@@ -11,8 +11,9 @@ import torch
 from support import load
 
 from titan_moe.config import Recipe
+from titan_moe.config.muon import MuonConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.train import CheckpointConfig, MuonConfig, OptimConfig
+from titan_moe.config.train import CheckpointConfig, OptimConfig
 
 one_loss, states = load("distributed/test_one_loss"), load("distributed/test_tensor_parallel")
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan_moe.config.train import MuonConfig, OptimConfig
+from titan_moe.config.muon import MuonConfig
+from titan_moe.config.train import OptimConfig
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.parameters import ParameterKind, full_tensor, local
 

@@ -47,6 +47,12 @@ class BatchSizes(NamedTuple):
             done, amount = done + number, amount - number * size * unit
         return done + int(amount / max(self.last * unit, 1) + 0.5)
 
+    @property
+    def growth(self) -> str:
+        """In words, behind the size of the last steps; empty for equal ones."""
+        tokens = self.next(0) * self.seq_len_tokens
+        return f"; it grows from {tokens:,} in {len(self.phases) + 1} sizes" if self.phases else ""
+
     def _early(self) -> Iterator[tuple[int, int]]:
         """Steps and size of each phase."""
         num_read = 0

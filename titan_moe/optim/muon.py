@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config import optimizers
-from titan_moe.config.train import MuonConfig
+from titan_moe.config.muon import MuonConfig
 from titan_moe.kernels.optim.muon import Decay, Momentum, accumulate_momentum, step_weight
 from titan_moe.kernels.optim.newton_schulz import orthogonalise_parts
 from titan_moe.optim.fused_adamw import FusedAdamW

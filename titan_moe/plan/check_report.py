@@ -12,6 +12,7 @@ from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import RULES, check_rules
 from titan_moe.config.rules.capture import step_can_be_captured
+from titan_moe.config.run_length import step_tokens
 from titan_moe.config.schema import counted, in_toml
 from titan_moe.config.ways_out import Search
 from titan_moe.plan.choice.formats import FASTER_FROM, choose_formats, describe_formats
@@ -206,15 +207,10 @@ def _replicated(resolved: Resolved) -> str:
 
 
 def _step(resolved: Resolved) -> str:
-    t, dp = resolved.recipe.train, resolved.sizes.dp
-    tokens = t.global_batch_sequences * t.seq_len_tokens
-    first = t.batch_sizes.next(0)
-    grows = (
-        f"; grows from {first * t.seq_len_tokens:,} in {len(t.batch_schedule) + 1} sizes" if t.batch_schedule else ""
-    )
+    t = resolved.recipe.train
     return (
-        f"{tokens:,} tokens = microbatches {resolved.num_microbatches} · data-parallel ranks {dp} · "
-        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}{grows}"
+        f"{step_tokens(t):,} tokens = microbatches {resolved.num_microbatches} · data-parallel ranks "
+        f"{resolved.sizes.dp} · sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}{t.batch_sizes.growth}"
     )
 
 

@@ -8,9 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.muon import MuonConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.train import MuonConfig, OptimConfig
+from titan_moe.config.train import OptimConfig
 from titan_moe.models.transformer import Transformer
 from titan_moe.optim.build import build_optimizer
 from titan_moe.optim.muon import muon_matrices

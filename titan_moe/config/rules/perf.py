@@ -6,13 +6,13 @@ from dataclasses import asdict
 from titan_moe.config.forced_loads import FORCED_LOADS
 from titan_moe.config.gemms import unmet_needs_of_fused
 from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
+from titan_moe.config.muon import MuonConfig
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import step_can_be_captured
 from titan_moe.config.rules.rule import Problem, key_of_kernel, row, rule, rules_in, said
 from titan_moe.config.skew import obstacles_to_skew
-from titan_moe.config.train import MuonConfig
 
 LARGEST_DENSE_MASK_GIB = 1
 """Of a mask for SDPA, which has a byte for each pair of a query and a key; 32,768 tokens without cp."""
