@@ -239,6 +239,7 @@ KEPT = {
     "optim.decay_ends": "decayed checkpoints on the way of a long run: WSD-S",
     "optim.restart_warmup_steps": "optim.decay_ends",
     "optim.min_lr_ratio": "schedule",
+    "optim.ema_decay": "DeepSeek-V3 judges its weights by an average of them",
     "optim.groups": "muP, embeddings and routers with rates of their own",
     "optim.trainable": "fine-tuning of a part of a model, adapters, frozen routers",
     "data.source": "files by their ending, datasets, tokens, or none for a benchmark",

@@ -103,6 +103,7 @@ def _add_uses(verbs: Any, nproc: str) -> None:
     of_ours = "checkpoints, or runs, of which the newest is meant"
     verb.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=of_ours)
     verb.add_argument("out", metavar="OUT", help="a new folder, for checkpoint.load_from and export")
+    verb.add_argument("--ema", action="store_true", help="of the averages that a run keeps (optim.ema_decay)")
     purpose = "compare runs: a table of their records and of the fields in which their recipes differ"
     verb = verbs.add_parser("compare", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
     verb.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or its metrics.jsonl")

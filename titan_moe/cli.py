@@ -175,7 +175,7 @@ def _convert_here(args: argparse.Namespace) -> None:
     """Import, export or average, or the part of this process in that."""
     skipped: dict[str, list[str]] = {}
     if args.verb == "average":
-        average(args.checkpoints, args.out)
+        average(args.checkpoints, args.out, ema=args.ema)
     elif args.verb == "export" and args.adapter:
         export_adapter(args.checkpoint, args.folder, is_fused=args.fused_experts)
     elif args.verb == "export":

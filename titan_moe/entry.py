@@ -105,8 +105,9 @@ def export_adapter(checkpoint: str | Path, folder: str | Path, *, is_fused: bool
     adapter_files.export_adapter(Path(checkpoint).expanduser(), Path(folder).expanduser(), is_fused=is_fused)
 
 
-def average(checkpoints: Sequence[str | Path], out: str | Path) -> None:
-    """Write a checkpoint whose weights are the means of those of others, in fp32, tensor by tensor.
+def average(checkpoints: Sequence[str | Path], out: str | Path, *, ema: bool = False) -> None:
+    """Write a checkpoint whose weights are the means of those of others, in fp32, tensor by tensor. With `ema` the
+    weights are the averages that a run keeps (`optim.ema_decay`), of one checkpoint too.
 
     A path is that of a checkpoint, or of a run, whose newest one is meant.
 
@@ -115,11 +116,11 @@ def average(checkpoints: Sequence[str | Path], out: str | Path) -> None:
     from titan_moe.checkpoint import average as averaging
     from titan_moe.checkpoint import hf_convert, hf_export
 
-    if len(checkpoints) < 2:
-        raise RecipeError(["average needs two checkpoints at least, and a new folder for their mean"])
+    if len(checkpoints) < (1 if ema else 2):
+        raise RecipeError(["average needs two checkpoints at least, one with --ema, and a new folder for their mean"])
     folders, mean = [find_checkpoint(path).folder for path in checkpoints], Path(out).expanduser()
     with hf_export.converting(mean):
-        averaging.average(folders, _shapes(hf_convert.model_of(folders[0])), mean)
+        averaging.average(folders, _shapes(hf_convert.model_of(folders[0])), mean, is_of_ema=ema)
 
 
 def written(folder: str | Path) -> str:

@@ -265,6 +265,10 @@ BROKEN = {
         "--train.batch_schedule=[{until_tokens=4096,global_batch_sequences=12}]",
         "train.batch_schedule[0]: train.global_batch_sequences = 12 is not a multiple of",
     ),
+    "averages_follow_weights_on_the_gpu": (
+        "--memory.park=states --optim.ema_decay=0.9",
+        'memory.park = "states" with optim.ema_decay = 0.9',
+    ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
     "some_layers_have_experts": (
         "--model.moe_every=2 --model.dense_layers=[1,3]",

@@ -176,10 +176,38 @@ def test_an_average_is_the_mean_and_a_checkpoint(
     out_of(capsys, *words)
 
 
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_a_checkpoint_of_the_averages_that_a_run_keeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_tied: bool
+) -> None:
+    tied = ("--model.embeddings_are_tied=true", "--model.embedding_init_std=1") if is_tied else ()
+    run = Run(tmp_path / "run", "--train.steps=4", "--optim.ema_decay=0.5", "--optim.warmup_steps=0", *tied)
+    assert run.train() == 0
+    step, out = run.folder / "checkpoints" / "step-4", tmp_path / "out"
+    out_of(capsys, "average", step, out, "--ema")
+    reader, written = PlainReader(step), PlainReader(out)
+    names = written.metadata.state_dict_metadata
+    state = {name: torch.empty(tuple(names[name].size)) for name in names if hasattr(names[name], "size")}
+    kept = {f"optimizer.state.{name}.ema": name for name in state}
+    kept = {there: name for there, name in kept.items() if there in reader.metadata.state_dict_metadata}
+    averages = {there: torch.empty_like(state[name]) for there, name in kept.items()}
+    weights = {name: torch.empty_like(state[name]) for name in kept.values()}
+    for values, source in ((state, written), (averages, reader), (weights, reader)):
+        load_slices(values, source)
+    assert len(kept) > 10 and ("head.weight" in kept.values()) != is_tied
+    for there, name in kept.items():
+        assert torch.equal(state[name], averages[there]) and not torch.equal(state[name], weights[name]), name
+    if is_tied:
+        assert torch.equal(state["embed.weight"], state["head.weight"])
+    assert "loss" in out_of(capsys, "evaluate", out)
+
+
 def test_an_average_of_others_is_refused(trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step, out = trained.folder / "checkpoints" / "step-20", tmp_path / "out"
     assert cli.main(["average", str(step), str(out)]) == 2
     assert "two checkpoints at least" in capsys.readouterr().err
+    assert cli.main(["average", str(step), str(out), "--ema"]) == 2
+    assert "step-20 has no averages of its weights" in capsys.readouterr().err
     other = Run(tmp_path / "other", "--train.steps=1")
     assert other.train() == 0
     assert cli.main(["average", str(step), str(other.folder), str(out)]) == 2

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 MUON_BUCKET_ELEMENTS = 1 << 27
 """Elements of the shards that Muon updates together, a quarter of a GiB in bf16; a larger matrix comes alone."""
 
+EMA = "ema"
+"""The state of a parameter that is the average of its weights."""
+
 
 @dataclass(frozen=True)
 class OptimizerFacts:

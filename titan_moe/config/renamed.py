@@ -224,6 +224,7 @@ SPELLINGS = {
     "optim.warmup_steps": "lr_warmup_iters lr_warmup_steps warmup_iters num_warmup_steps",
     "optim.warmup_steps (lr_warmup_samples / global_batch_sequences)": "lr_warmup_samples",
     "optim.warmup_steps (the share * train.steps)": "warmup_ratio lr_warmup_fraction warmup_fraction",
+    "optim.ema_decay": "ema ema_rate model_ema ema_beta ema_decay_rate weight_ema use_ema",
     "optim.decay_ends": "lr_restarts num_cycles t_mult first_cycle_steps lr_scheduler_kwargs.num_cycles",
     'optim.decay ("constant" -> decay_steps = 0)': "lr_decay_style lr_scheduler lr_scheduler_type lr_scheduler_name "
     "decay_type lr_wsd_decay_style lr_schedule",

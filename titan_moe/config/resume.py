@@ -60,6 +60,7 @@ CHANGES: dict[str, Change] = {
     "train.micro_batch_sequences": FREE,
     "optim": LOGGED,
     "optim.kind": REFUSED,  # the states of another kind; `SAME` has the exception
+    "optim.ema_decay": REFUSED,  # checkpoints have averages, or none
     "optim.trainable": REFUSED,  # frozen parameters have no moments, and are saved in compute's dtype
     "data": LOGGED,
     "data.source": SAME_CONTENT,

@@ -144,6 +144,11 @@ class OptimConfig:
     """Steps of the linear rise after each of `decay_ends`, from `min_lr_ratio` on."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of `lr`."""
+    ema_decay: float = 0.0
+    """Keep an exponential moving average of the weights with this decay, such as 0.999; 0 keeps none. It begins with
+    the mean of the weights so far. The average of each trained parameter is in fp32, sharded as its moments, and in the
+    run's checkpoints; training and validation do not read it. `titan-moe average CHECKPOINT OUT --ema` makes a
+    checkpoint of the averages, which `evaluate`, `generate` and `export` take."""
     trainable: tuple[str, ...] = ()
     """The parameters that train, as patterns of their names in which `*` stands for any letters:
     `["*.router.*", "head.weight"]`. Empty: all. The others are frozen: they are kept in compute's dtype, without

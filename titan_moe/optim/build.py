@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from titan_moe.config.perf import Park
 from titan_moe.config.train import OptimConfig
 from titan_moe.optim.adamw import AdamW
+from titan_moe.optim.ema import WeightAverage
 from titan_moe.optim.fused_adamw import FusedAdamW
 from titan_moe.optim.groups import decay_groups
 from titan_moe.optim.moments_8bit import copy_from_plain, is_8bit, to_plain
@@ -84,6 +85,7 @@ class Optimizers(OptimizersContainer):
         # a stage may be empty, or frozen
         self.model_parts = [part for part in parts if any(it.requires_grad for it in part.parameters())]
         self.optimizers = [build(part, config, run) for part in self.model_parts]
+        self.average = WeightAverage(self.optimizers, config.ema_decay) if config.ema_decay else None
         self._post_init([p for part in parts for p in part.parameters() if p.requires_grad], {})
 
     @property
@@ -101,6 +103,8 @@ class Optimizers(OptimizersContainer):
                 this as it reads them and leaves them unchanged; torch's AdamW changes them.
         """
         super().step(found_inf=found_inf, grad_factor=grad_factor)
+        if self.average is not None:
+            self.average.update(found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         self._finish_copies()

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from titan_moe.config.train import OptimConfig
-from titan_moe.titan import LRSchedulersContainer, OptimizersContainer
+from titan_moe.optim.build import Optimizers
+from titan_moe.titan import LRSchedulersContainer
 
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -23,18 +24,23 @@ class Schedules(LRSchedulersContainer):
 
     Its state is the step alone: a resumed run takes the curve from its recipe. Where an optimizer keeps its rate on the
     device, the schedule fills that tensor, which a captured step reads, and never reads it. A group's `lr_scale` is a
-    factor on its rate.
+    factor on its rate. An average of the weights follows the step too.
     """
 
-    def __init__(self, optimizers: OptimizersContainer, lr: float, factor: Callable[[int], float]) -> None:
+    def __init__(self, optimizers: Optimizers, lr: float, factor: Callable[[int], float]) -> None:
         super().__init__(optimizers, factor)
-        self.base_lr, self.factor = lr, factor
+        self.base_lr, self.factor, self.average = lr, factor, optimizers.average
         self._go_to(0)
 
     @property
     def lr(self) -> float:
         """The learning rate of the next optimizer step, of groups without a scale."""
         return self.base_lr * self.factor(self.schedulers[0].last_epoch)
+
+    def step(self) -> None:
+        """After each optimizer step."""
+        super().step()
+        self._follow()
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_step": self.schedulers[0].last_epoch}
@@ -54,9 +60,14 @@ class Schedules(LRSchedulersContainer):
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
+        self._follow()
+
+    def _follow(self) -> None:
+        if self.average is not None:
+            self.average.follow(self.schedulers[0].last_epoch)
 
 
-def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: int) -> Schedules:
+def build_schedule(optimizers: Optimizers, config: OptimConfig, steps: int) -> Schedules:
     """Build the schedule of a run of `steps` optimizer steps; call its `step()` once after each.
 
     Step s (the first is 1) of the warm-up has the rate `lr * s / warmup_steps`, its last step the full rate. The decay

@@ -110,6 +110,7 @@ class Trainer:
             raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
         where = self.meshes.data_rank, self.meshes.sizes.dp
         shard = sequence_shard(recipe.parallel, self.meshes.context_rank)
+        self.average = optimizers.average
         self.loader = Loader(recipe, *where, data.tokenizer, data.source, shard, partial(_gather, tokenising))
         if recipe.model.class_ != ModelConfig.class_:
             capacity = self.runner.step.capacity
@@ -152,6 +153,8 @@ class Trainer:
         """Run the remaining steps, save, print a sample, and say how the run ended. Returns the exit code."""
         with _as_recipe_errors(ValueError, CheckpointMismatch):
             self.checkpointer.load()
+        if self.average is not None and self.progress.step == 0:  # of weights that were loaded
+            self.average.restart()
         self._read_skipped()
         stopped_by, step, start = 0, self.progress.step, time.monotonic()
         if self.is_finished:

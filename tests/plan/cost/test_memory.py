@@ -18,10 +18,19 @@ from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.count import count_parameters
-from titan_moe.plan.cost.memory import shared_bytes_per_rank
+from titan_moe.plan.cost.memory import shared_bytes_per_rank, state_bytes
 from titan_moe.plan.resolved import Resolved
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16", "fp64"])
+def test_state_bytes_have_the_average_of_weights(master: Any) -> None:
+    recipe = Recipe(model=MODEL, precision=PrecisionConfig(master=master))
+    averaged = replace(recipe, optim=replace(recipe.optim, ema_decay=0.9))
+    (own,), (with_average,) = Resolved(recipe, 1).parts, Resolved(averaged, 1).parts
+    own_bytes = 8 if master == "fp64" else 4
+    assert state_bytes(with_average) - state_bytes(own) == own_bytes * count_parameters(MODEL).total
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,11 @@ states_are_parked_by_our_kernel = row(
     lambda r: r.memory.park != "none" and not OPTIMIZERS[r.optim.kind].parks,
     "{memory.park} has no {optim.kind}",
 )
+averages_follow_weights_on_the_gpu = row(
+    "an average reads the whole master after each step",
+    lambda r: r.memory.park == "states" and r.optim.ema_decay > 0,
+    "{memory.park} with {optim.ema_decay}",
+)
 parked_states_exist = row(
     "an option without effect hides a mistake",
     lambda r: r.memory.park == "states" and not r.precision.has_split_masters,

@@ -103,7 +103,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
     },
     "optim": {
         "lr eps": ABOVE_ZERO,
-        "beta1 beta2": SHARE_BELOW_ONE,
+        "beta1 beta2 ema_decay": SHARE_BELOW_ONE,
         "weight_decay max_grad_norm warmup_steps decay_steps restart_warmup_steps": ZERO_OR_MORE,
         "min_lr_ratio": SHARE,
     },

@@ -32,11 +32,17 @@ def state_bytes(part: RankPart) -> int:
     recipe, precision, trained = part.recipe, part.recipe.precision, trained_of(part)
     compute = BYTES_OF_DTYPE[precision.compute]
     kept = BYTES_OF_DTYPE[precision.master] + BYTES_OF_DTYPE[precision.gradients_dtype] + precision.bytes_of_moments
+    kept += bytes_of_average(recipe)
     is_whole = trains_all(recipe.model, recipe.optim.trainable)
     frozen = 0.0 if is_whole else (parameters_of(part) - trained - _sharded_codes(part)) * compute
     frozen += code_bytes(part)
     saved = muon_parameters(part) * precision.bytes_of_moments / 2
     return round(trained * kept - saved + frozen) - parked_bytes(part)
+
+
+def bytes_of_average(recipe: Recipe) -> int:
+    """Bytes of the average of a trained parameter."""
+    return max(BYTES_OF_DTYPE[recipe.precision.master], 4) if recipe.optim.ema_decay > 0 else 0
 
 
 def _sharded_codes(part: RankPart) -> float:

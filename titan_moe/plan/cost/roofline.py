@@ -18,7 +18,7 @@ from titan_moe.plan.choice.hardware import Hardware
 from titan_moe.plan.cost import muon, replicated_grads
 from titan_moe.plan.cost.count import attention_core_flops_per_token
 from titan_moe.plan.cost.links import rows_sent
-from titan_moe.plan.cost.memory import experts_per_rank, trained_experts_per_rank, trained_of
+from titan_moe.plan.cost.memory import bytes_of_average, experts_per_rank, trained_experts_per_rank, trained_of
 from titan_moe.plan.pipeline.parts import RankPart, parts_of
 
 
@@ -80,7 +80,8 @@ def update_work(part: RankPart) -> tuple[RegionWork, RegionWork]:
     """The work of norm and clipping, and of the optimizer: passes over memory, and the products of Muon.
 
     The norm reads the gradients. Clipping reads and writes them, unless the optimizer's kernel clips. AdamW reads
-    parameter, gradient and two moments and writes all but the gradient. Muon has one moment of its matrices.
+    parameter, gradient and two moments and writes all but the gradient. Muon has one moment of its matrices. An average
+    of the weights is read and written, and reads them.
     """
     recipe, held, precision = part.recipe, trained_of(part), part.recipe.precision
     master, gradient = BYTES_OF_DTYPE[precision.master], BYTES_OF_DTYPE[precision.gradients_dtype]
@@ -88,6 +89,8 @@ def update_work(part: RankPart) -> tuple[RegionWork, RegionWork]:
     clip = RegionWork(memory_bytes=held * gradient * (3 if clips_in_a_pass else 1))
     moved = held * (2 * master + gradient + 2 * precision.bytes_of_moments)
     moved -= muon.muon_parameters(part) * precision.bytes_of_moments
+    if average := bytes_of_average(recipe):
+        moved += held * (2 * average + master)
     return clip, RegionWork(muon.update_flops(part), moved, muon.exchanged_bytes(part))
 
 
