@@ -21,7 +21,6 @@ from titan_moe.config.parse import recipe_of
 from titan_moe.config.resume import compare
 from titan_moe.parameters import SCALES, Chunk
 
-
 TIED = ("embed.weight", "head.weight")
 """The names of tied embeddings."""
 
