@@ -156,6 +156,7 @@ KEPT = {
     "model.moe.sparsemixer_jitter": "Phi-3.5-MoE",
     "model.moe.normalize_topk": "off in DeepSeek-V2",
     "model.moe.route_scale": "DeepSeek",
+    "model.moe.input_jitter": "Switch Transformer, Megatron",
     "model.moe.num_groups": "DeepSeek-V2 and V3",
     "model.moe.top_k_groups": "DeepSeek-V2 and V3",
     "model.moe.group_score": "V2 and V3 differ",

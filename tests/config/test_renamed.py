@@ -159,7 +159,7 @@ cp_comm_type                            parallel.cp_kind
 virtual_pipeline_model_parallel_size    parallel.vpp
 expert_tensor_parallel_size             parallel.etp
 rampup_batch_size                       train.batch_schedule
-moe_input_jitter_eps                    no field
+moe_input_jitter_eps                    model.moe.input_jitter
 num_hash_layers                         no field
 moe_sinkhorn                            no field
 dynamic_context_parallel                no field

@@ -269,6 +269,10 @@ BROKEN = {
         "--memory.park=states --optim.ema_decay=0.9",
         'memory.park = "states" with optim.ema_decay = 0.9',
     ),
+    "noise_is_of_the_blocks_of_a_model": (
+        "--model.moe.input_jitter=0.01 --model.mtp.num_depths=1",
+        "model.moe.input_jitter = 0.01 with model.mtp.num_depths = 1",
+    ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
     "some_layers_have_experts": (
         "--model.moe_every=2 --model.dense_layers=[1,3]",

@@ -54,6 +54,7 @@ MOE = MoEConfig(
     aux_loss_coef=1e-2,
     z_loss_coef=1e-3,
     bias_update_speed=1e-2,
+    input_jitter=0.05,
 )
 MODEL = ModelConfig(
     vocab_size=VOCABULARY,

@@ -26,6 +26,7 @@ SCHEDULES = (  # the batch grows at step 26
     "--train.batch_schedule=[{until_tokens=3200,global_batch_sequences=4}]",
     "--optim.decay_ends=[30]",
     "--optim.ema_decay=0.9",
+    "--model.moe.input_jitter=0.1",
     '--optim.groups=[{parameters="*.router.weight",lr_scale=0.5,weight_decay_scale=0}]',
 )
 RUN = (f"--train.steps={STEPS}", "--validation.num_sequences=4", *SCHEDULES, *SAVING)

@@ -51,6 +51,10 @@ class MoEConfig:
     stay as they are, and experts get their scores in fp32."""
     route_scale: float = 1.0
     """Factor on the selected scores, after normalisation (2.5 in DeepSeek-V3)."""
+    input_jitter: float = 0.0
+    """Multiply the input of routers in the steps of a run by noise drawn evenly from 1 - this number to 1 + it (Switch
+    Transformer, `moe_input_jitter_eps` of Megatron); 0 is none. It is that of a token's place in the batch, the layer
+    and the step, whatever the ranks and the microbatches. A typical value is 1e-2."""
     num_groups: int = 1
     """Number of groups of experts in group-limited routing; 1 means no groups."""
     top_k_groups: int = 1

@@ -371,8 +371,9 @@ def _moe(model: ModelConfig, layers: Layers, p: ParallelConfig) -> Iterator[Modu
     """Routed experts keep rows and slots, whose numbers differ by dispatcher: plan/cost/peak.py counts them."""
     width, row_width, moe, tp, etp = model.hidden_size, model.expert_width, model.moe, max(p.tp, 1), max(p.etp, 1)
     of_latent = partial(_matrix, "latent", layers, tp, kept=row_width)
-    # logits in fp32; fp64 has a copy of the rows too
-    kept = 2 * moe.num_experts if moe.router_dtype == "fp32" else 4 * (moe.num_experts + width)
+    # logits in fp32, and rows with noise; fp64 has a copy of the rows in any case
+    kept = 2 * moe.num_experts + (width if moe.input_jitter else 0)
+    kept = kept if moe.router_dtype == "fp32" else 4 * (moe.num_experts + width)
     yield _matrix("router", layers, tp, "feed_forward.router", (width, moe.num_experts), part=None, kept=kept)
     yield _vectors("router", layers, "feed_forward.router.bias", moe.num_experts if moe.router_bias else 0)
     if moe.latent_size:

@@ -123,6 +123,7 @@ SPELLINGS = {
     "model.moe.score_fn": "moe_router_score_function scoring_func",
     "model.moe.normalize_topk": "norm_topk_prob route_norm moe_renormalize",
     "model.moe.normalize_topk (the opposite value)": "moe_router_pre_softmax",
+    "model.moe.input_jitter": "moe_input_jitter_eps input_jitter_eps router_input_jitter jitter_noise",
     "model.moe.router_dtype": "moe_router_dtype",
     "model.moe.route_scale": "moe_router_topk_scaling_factor routed_scaling_factor",
     'model.moe.score_on (true -> "input")': "moe_apply_probs_on_input score_before_experts",
@@ -336,9 +337,7 @@ ABSENT = {
     "weights are gathered in the dtype of precision.compute": "enable_fsdp_float8_all_gather",
     "models have no dropout, and adapters none": "lora_dropout dropout hidden_dropout attention_dropout "
     "attn_dropout resid_dropout embd_pdrop",
-    "routers have no noise, so that a repeated forward and another layout choose the same experts; "
-    "model.moe.aux_losses and model.moe.bias_update_speed spread tokens": "moe_input_jitter_eps input_jitter_eps "
-    "router_input_jitter jitter_noise router_noise_eps noisy_gate_policy",
+    "logits have no noise; model.moe.input_jitter is that of their inputs": "router_noise_eps noisy_gate_policy",
     "experts are chosen by scores; a model.class of your own may choose them by token id": "num_hash_layers "
     "n_hash_layers moe_n_hash_layers hash_routing",
     'no iteration makes assignments even while a step routes; model.moe.bias_update = "quantile" balances those of a '

@@ -47,6 +47,7 @@ CHANGES: dict[str, Change] = {
     "model.moe.drop_over": LOGGED,
     "model.moe.pad_to_capacity": FREE,
     "model.moe.router_dtype": LOGGED,
+    "model.moe.input_jitter": LOGGED,
     "parallel": FREE,
     "perf": LOGGED,
     "perf.loss_chunk_tokens": FREE,

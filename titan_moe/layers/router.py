@@ -27,7 +27,8 @@ class TopKRouter(WideBuffers):
 
     `bias` is a part of the logits (gpt-oss). `expert_bias_E`, that of auxiliary-loss-free balancing (arXiv:2408.15664),
     affects the selection only, never the weights. It is a buffer that the optimizer step updates, zero if unused.
-    `force` maps logits to experts that replace the selection, int64 [B, N, K], or to None (forced_routing.py).
+    `force` maps logits to experts that replace the selection, int64 [B, N, K], or to None (forced_routing.py). The
+    logits are those of `noise` of the input (input_noise.py).
     """
 
     parameter_kinds = {"weight": ParameterKind.ROUTER, "bias": ParameterKind.BIAS}
@@ -56,6 +57,7 @@ class TopKRouter(WideBuffers):
         if moe.capacity_factor:
             self.route = DroppingRoute(self.route, moe)
         self.force: Callable[[Tensor], Tensor | None] = _no_forced_routing
+        self.noise: Callable[[Tensor], Tensor] = _no_noise
         self.balance = LoadBalance(moe)
         self.bias_update_speed, self.bias_ema = moe.bias_update_speed, moe.bias_ema
 
@@ -90,7 +92,7 @@ class TopKRouter(WideBuffers):
         if valid_BN is not None:
             self._check_mask(x_BND, valid_BN)
         bias = () if self.bias is None else (self.bias,)
-        logits_BNE = self.logits(x_BND, self.weight, *bias)
+        logits_BNE = self.logits(self.noise(x_BND), self.weight, *bias)
         forced_ids_BNK = self.force(logits_BNE)
         routing = self.route(logits_BNE, self.expert_bias_E, self.rule, forced_ids_BNK)
         margins_EQ = self._margins(logits_BNE, valid_BN)
@@ -124,6 +126,11 @@ class TopKRouter(WideBuffers):
                 "model.moe.capacity_factor is for all tokens that a rank routes, padding too; set it to 0, or pass no "
                 "valid_BN"
             )
+
+
+def _no_noise(x_BND: Tensor) -> Tensor:
+    """The default of `TopKRouter.noise`."""
+    return x_BND
 
 
 def _no_forced_routing(logits_BNE: Tensor) -> None:

@@ -5,8 +5,8 @@ l layers with experts of this rank · K choices a token
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from titan_moe.layers.choice import RecordedChoice, routing_by
 from titan_moe.layers.replay import routers_of
 from titan_moe.layers.router import TopKRouter
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.step_noise import StepNoise
 
 Result = TypeVar("Result")
 
@@ -28,7 +29,11 @@ class StepRouting:
     with the ids of another batch.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], model: ModelConfig, meshes: Meshes) -> None:
+    def __init__(
+        self, parts: Sequence[nn.Module], model: ModelConfig, meshes: Meshes, noise: StepNoise | None = None
+    ) -> None:
+        """`noise` is that of the routers' inputs."""
+        self.noise = noise
         self.routers = {part: routers_of(part)[0] for part in parts}
         self.layers = [layer for routers in self.routers.values() for layer in routers]
         self.num_layers, self.top_k = model.num_layers, model.moe.top_k
@@ -42,6 +47,8 @@ class StepRouting:
         Raises: ValueError for another shape.
         """
         self.ids_lMBnK = None
+        if self.noise is not None:
+            self.noise.start(tokens_MBN)
         if ids_MBNLK is None:
             return
         if tuple(ids_MBNLK.shape) != (*tokens_MBN.shape, self.num_layers, self.top_k):
@@ -52,8 +59,16 @@ class StepRouting:
         by_layer = [own[..., layer, :] for layer in self.layers]
         self.ids_lMBnK = torch.stack(by_layer).int() if by_layer else own.new_empty((0, *own.shape[:3], self.top_k))
 
-    def of(self, part: nn.Module, microbatch: int) -> AbstractContextManager[None]:
-        """Route a microbatch through this part of the model by its ids."""
+    def of(self, part: nn.Module, microbatch: int) -> AbstractContextManager[Any]:
+        """Route a microbatch through this part of the model by its ids, and with its noise."""
+        if self.noise is None:
+            return self._by_ids(part, microbatch)
+        contexts = ExitStack()
+        contexts.enter_context(self.noise.of(part, microbatch))
+        contexts.enter_context(self._by_ids(part, microbatch))
+        return contexts
+
+    def _by_ids(self, part: nn.Module, microbatch: int) -> AbstractContextManager[None]:
         if self.ids_lMBnK is None:
             return nullcontext()
         routers: list[TopKRouter] = list(self.routers[part].values())

@@ -12,7 +12,7 @@ from titan_moe.adapters import frozen, low_rank, stored
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
 from titan_moe.config.clones import cost_slots
-from titan_moe.config.context import ring_backend
+from titan_moe.config.context import ring_backend, sequence_shard
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.trainable import trains_all
@@ -41,6 +41,7 @@ from titan_moe.parallel.pipeline.agreement import check_one_schedule
 from titan_moe.parallel.pipeline.model import Model, whole_model
 from titan_moe.parallel.pipeline.stages import find_tied_embedding
 from titan_moe.parallel.routing import StepRouting
+from titan_moe.parallel.step_noise import StepNoise
 from titan_moe.parameters import TENSOR_AXIS, named_kinds
 from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.resolved import Resolved
@@ -88,7 +89,9 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     tied = find_tied_embedding(parts, resolved, meshes, is_tied=is_tied)
     spikes = [Spikes(recipe.train.spike_sigmas, device)] if recipe.train.spike_sigmas else []
-    routing, whole = StepRouting(parts, recipe.model, meshes), whole_model(parts, resolved, meshes)
+    step_number = torch.zeros((), dtype=torch.int64, device=device)
+    noise = _input_noise(parts, recipe, meshes, step_number)
+    routing, whole = StepRouting(parts, recipe.model, meshes, noise), whole_model(parts, resolved, meshes)
     forward_backward = build_forward_backward(parts, resolved, meshes, tied, queue, capacity=capacity, routing=routing)
     if recipe.model.moe.aux_losses.global_batch:
         counts = BatchCounts(parts, meshes)
@@ -114,20 +117,24 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         schedule,
         is_captured,
         controllers=_controllers(resolved, memory),
-        forced_step=_force_load(parts, recipe, device),
+        step_number=step_number if _force_load(parts, recipe, step_number) or noise else None,
         memory=memory,
     )
     return Assembly(meshes, whole, parts, optimizers, schedule, runner)
 
 
-def _force_load(parts: list[nn.Module], recipe: Recipe, device: torch.device) -> torch.Tensor | None:
-    """Force the load of the recipe. Returns the step of the load, on the device; None without one."""
-    if not recipe.train.forces_load:
-        return None
-    model, step = recipe.model, torch.zeros((), dtype=torch.int64, device=device)
-    for part in parts:
-        force_load(part, recipe.train.forced_load, model.moe, recipe.parallel.ep, device, step, model.moe_layers)
-    return step
+def _force_load(parts: list[nn.Module], recipe: Recipe, step: torch.Tensor) -> bool:
+    """Force the load of the recipe, whose step is on the device. Returns whether there is one."""
+    model = recipe.model
+    for part in parts if recipe.train.forces_load else ():
+        force_load(part, recipe.train.forced_load, model.moe, recipe.parallel.ep, step.device, step, model.moe_layers)
+    return recipe.train.forces_load
+
+
+def _input_noise(parts: list[nn.Module], recipe: Recipe, meshes: Meshes, step: torch.Tensor) -> StepNoise | None:
+    """The noise on routers' inputs, if the recipe has some."""
+    eps, shard = recipe.model.moe.input_jitter, sequence_shard(recipe.parallel, meshes.context_rank)
+    return StepNoise(parts, eps, recipe.run.seed, step, meshes, shard) if eps else None
 
 
 def _replicated_grads(

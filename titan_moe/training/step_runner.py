@@ -40,14 +40,14 @@ class StepRunner:
         is_captured: bool = False,
         make_recorder: Callable[[], Recorder] = Recorder,
         controllers: Sequence[Controller] = (),
-        forced_step: Tensor | None = None,
+        step_number: Tensor | None = None,
         memory: PeakMemory | None = None,
     ) -> None:
-        """With `is_captured` a step is one CUDA graph, after warm-ups. A forced load reads its step, from 0, from
-        `forced_step`. `memory` must be the one that `controllers` read."""
+        """With `is_captured` a step is one CUDA graph, after warm-ups. A forced load and noise on routers read their
+        step, from 0, from `step_number`. `memory` must be the one that `controllers` read."""
         self.step, self.schedule, self.controllers = step, schedule, controllers
         self.memory = memory or PeakMemory(step.capacity)
-        self.forced_step, self.num_steps_before = forced_step, 0  # of an earlier process
+        self.step_number, self.num_steps_before = step_number, 0  # of an earlier process
         self.num_steps, self.num_reruns = 0, 0  # so far
         self.needed_factor = 0.0  # of the last step
         self.bound: float | None = None  # of the next one; 0: it is lifted; None: as the recipe says
@@ -116,8 +116,8 @@ class StepRunner:
 
     def __call__(self, batch: Batch) -> StepResult:
         """Take a step; its result is valid until the next one."""
-        if self.forced_step is not None:
-            self.forced_step.fill_(self.num_steps_before + self.num_steps)
+        if self.step_number is not None:
+            self.step_number.fill_(self.num_steps_before + self.num_steps)
         self.num_steps += 1
         capacity = self.step.capacity
         if not self.controllers and not capacity.is_bounded:

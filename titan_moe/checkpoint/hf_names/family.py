@@ -14,7 +14,7 @@ Values = dict[str, Any]
 """Key -> value: dotted fields of `[model]` such as `attention.num_heads`, or keys of a config.json."""
 FREE = {"class_", "table", "name", "init_std", "embedding_init_std"}
 FREE |= {"attention.longrope_applies", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_speed"}
-FREE |= {"moe.aux_losses", "moe.bias_update", "moe.bias_ema", "moe.router_dtype"}
+FREE |= {"moe.aux_losses", "moe.bias_update", "moe.bias_ema", "moe.router_dtype", "moe.input_jitter"}
 FREE |= {f"moe.{name}" for name in ("capacity_factor", "drop_policy", "drop_over", "pad_to_capacity")}
 FREE |= {"mtp.loss_weight"}
 """Fields that say how a model is built or trained, not what it computes."""

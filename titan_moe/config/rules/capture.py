@@ -11,7 +11,7 @@ from titan_moe.config.rules.rule import data_parallel_ranks, rule
 @rule(
     "a CUDA graph replays its capture without the host",
     "run.device parallel.dispatcher ep cp_kind perf.kernels perf.override.experts memory.recompute "
-    "model.moe.aux_losses.global_batch",
+    "model.moe.aux_losses.global_batch model.moe.input_jitter",
 )
 def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.run.device == "cpu":
@@ -24,6 +24,11 @@ def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             'parallel.cp_kind = "ring" overlaps point-to-point messages with its kernels, which has not been tested in '
             "a capture"
+        )
+    if recipe.model.moe.input_jitter > 0:
+        yield (
+            f"model.moe.input_jitter = {recipe.model.moe.input_jitter:g} makes noise of the step on the device, which "
+            "has not been tested in a capture"
         )
     microbatch = recipe.train.micro_batch_sequences * data_parallel_ranks(recipe, world_size)
     if recipe.model.moe.aux_losses.global_batch > 0 and recipe.train.global_batch_sequences > microbatch:

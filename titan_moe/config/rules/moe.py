@@ -19,6 +19,12 @@ def experts_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
 top_k_fits_experts = at_most(
     "a token chooses an expert once", "model.moe.top_k", "model.moe.num_experts", lambda r: r.model.moe.num_experts
 )
+noise_is_of_the_blocks_of_a_model = row(
+    "a block of multi-token prediction has tokens of other places, once for each depth",
+    lambda r: r.model.moe.input_jitter > 0 and r.model.mtp.num_depths > 0,
+    "{model.moe.input_jitter} with {model.mtp.num_depths}",
+    "model.moe.input_jitter model.mtp.num_depths",
+)
 one_weight_is_not_normalised = row(
     "with one expert per token, the normalised routing weight is always 1",
     lambda r: r.model.moe.num_experts > 0 and r.model.moe.top_k == 1 and r.model.moe.normalize_topk,

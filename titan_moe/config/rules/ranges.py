@@ -81,7 +81,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "top_k num_groups top_k_groups": POSITIVE,
         "num_experts ffn_hidden_size shared_ffn_hidden_size latent_size": ZERO_OR_MORE,
         "aux_loss_coef z_loss_coef bias_update_speed": ZERO_OR_MORE,
-        "bias_ema": SHARE_BELOW_ONE,
+        "bias_ema input_jitter": SHARE_BELOW_ONE,
         "capacity_factor": ZERO_OR_MORE,
         "route_scale swiglu_alpha": ABOVE_ZERO,
         "swiglu_limit swiglu_up_offset sparsemixer_jitter": ZERO_OR_MORE,
