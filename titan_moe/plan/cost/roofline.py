@@ -107,7 +107,12 @@ def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
 
 
 def sharding_bytes(part: RankPart) -> float:
-    """Count the bytes that FSDP sends a rank in a step: gathered parameters, reduced gradients, sums over replicas.
+    """Count the bytes that FSDP sends a rank in a step."""
+    return sum(sharding_by_group(part))
+
+
+def sharding_by_group(part: RankPart) -> tuple[float, float]:
+    """Count the same of dense parameters and of experts: gathered parameters, reduced gradients, sums over replicas.
 
     Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
     gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces.
@@ -115,9 +120,9 @@ def sharding_bytes(part: RankPart) -> float:
     recipe, p = part.recipe, part.recipe.parallel
     sizes = resolve(p, part.world_size)
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
-    of_root = [module for module in part.count.modules if module.layers is None]
-    root = sum(module.own_parameters for module in of_root)
-    trained_root = sum(part.count.num_trained(module) * module.own_parameters for module in of_root)
+    whole = [module for module in part.count.modules if module.layers is None]
+    root = sum(module.own_parameters for module in whole)
+    trained_root = sum(part.count.num_trained(module) * module.own_parameters for module in whole)
     blocks, trained_blocks = part.count.dense_of_a_rank - root, part.count.trained_dense_of_a_rank - trained_root
     groups = (  # parameters, those that train, gathers a microbatch, ranks that share them
         (root, trained_root, 1, sizes.fsdp),
@@ -129,8 +134,13 @@ def sharding_bytes(part: RankPart) -> float:
             sizes.edp,
         ),
     )
-    num_bytes = 0.0
-    for size, trained, num_gathers, num_ranks in groups:
-        num_bytes += (1 - 1 / num_ranks) * (size * num_gathers * gathered + trained * summed)
-        num_bytes += 2 * trained / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
-    return num_bytes * (1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size))
+    times = 1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size)
+    of_root, of_blocks, of_experts = (
+        times
+        * (
+            (1 - 1 / num_ranks) * (size * num_gathers * gathered + trained * summed)
+            + 2 * trained / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
+        )
+        for size, trained, num_gathers, num_ranks in groups
+    )
+    return of_root + of_blocks, of_experts

@@ -1,0 +1,91 @@
+"""Predicted steps are near those that were measured (tools/results), and in their order."""
+
+import tomllib
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from titan_moe.config import load_recipe
+from titan_moe.plan.cost.block_time import layer_times
+from titan_moe.plan.cost.rates import Rates, rates_of
+from titan_moe.plan.cost.step_time import Prediction, largest_of, predict
+from titan_moe.plan.resolved import Resolved
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+CALLS = tomllib.loads(Path(__file__).with_name("measured_steps.toml").read_text("utf-8"))["calls"]
+MEDIAN, WORST = 0.06, 0.15
+
+
+def predicted(row: dict[str, str], gpus: int, card: str) -> Prediction:
+    """The prediction of a measured row."""
+    rates = rates_of(card)
+    assert rates is not None
+    recipe = load_recipe(RECIPES / f"{row['recipe']}.toml", row["overrides"].split())
+    return predict(Resolved(recipe, gpus), rates)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[tuple[dict[str, str], dict[str, str], float]]:
+    """Calls and rows with tokens/s as predicted."""
+    return [
+        (call, row, predicted(row, call["gpus"], call["card"]).tokens_per_second)
+        for call in CALLS
+        for row in call["rows"]
+    ]
+
+
+def test_near_what_was_measured(rows: list[tuple[dict[str, str], dict[str, str], float]]) -> None:
+    held = [(call, row, abs(value / float(row["tokens"]) - 1)) for call, row, value in rows if "calibrates" not in row]
+    assert len(rows) - len(held) < 10
+    assert len(held) >= 40
+    assert max(error for *_, error in held) <= WORST, max(held, key=lambda each: each[2])
+    assert median(error for *_, error in held) <= MEDIAN
+    for card in ("H100", "H200"):
+        assert median(error for call, _, error in held if call["card"] == card) <= MEDIAN
+    assert median(error for _, row, error in held if "fp8" in row["overrides"]) <= MEDIAN
+    assert median(error for _, row, error in held if "fp8" not in row["overrides"]) <= MEDIAN
+
+
+def test_order_in_a_call(rows: list[tuple[dict[str, str], dict[str, str], float]]) -> None:
+    """Of layouts of a model that were measured in one call; those within 1 % of each other have no order."""
+    for call in CALLS:
+        of_call = [(row, value) for of, row, value in rows if of is call]
+        inverted = 0
+        for (row, value), (other, of_other) in combinations(of_call, 2):
+            measured = float(row["tokens"]) / float(other["tokens"])
+            if row["recipe"] == other["recipe"] and abs(measured - 1) > 0.01:
+                inverted += (measured > 1) != (value > of_other)
+        assert inverted <= 1, call["name"]
+
+
+def test_parts_make_the_step() -> None:
+    row = next(row for call in CALLS for row in call["rows"] if "pp=4" in row["overrides"])
+    found = predicted(row, 4, "H200")
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert 0 < found.bubble < 0.5
+    assert 0 < found.mfu < 1
+
+
+def test_other_cards_follow_their_data_sheet() -> None:
+    a100, measured = rates_of("A100-80GB"), rates_of("H200")
+    assert a100 is not None
+    assert measured is not None
+    assert not a100.is_measured
+    assert measured.is_measured
+    assert a100.dense < measured.dense / 3
+    assert rates_of("an unknown card") is None
+
+
+def test_layers_of_a_kind_share_times() -> None:
+    recipe = load_recipe(RECIPES / "deepseek_v2_lite.toml", ["--parallel.ep=2"])
+    times = layer_times(recipe, 2, Rates(), 1.0)
+    assert "experts" not in times[0]
+    assert times[1] is times[2]
+    assert layer_times(recipe, 2, Rates(), 1.1)[1]["experts"].total == pytest.approx(1.1 * times[1]["experts"].total)
+
+
+def test_the_slowest_of_several() -> None:
+    assert largest_of(1) == 0
+    assert largest_of(4) == pytest.approx(1.03, abs=0.02)
