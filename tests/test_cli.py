@@ -224,7 +224,7 @@ def test_cli_key_without_its_section_is_suggested(capsys: pytest.CaptureFixture[
     ("argument", "way_out"),
     [
         ("--nproc-per-node=8", "--nproc N starts N ranks on this host"),
-        ("--gpu=H100", "--gpu belongs to titan-moe check"),
+        ("--gpu=H100", "--gpu belongs to titan-moe check and plan"),
         ("--optim=adam", "optim is a section; set its keys, such as optim.kind"),
     ],
 )

@@ -39,9 +39,10 @@ def command_line() -> argparse.ArgumentParser:
     compared = (
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
     )
-    checked.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. No other figure depends on it")
+    checked.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. Its speed is predicted too")
     explained = "explain a field or a section of recipes; without KEY list all fields"
     checked.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
+    _add_plan(verbs)
     purpose = "print all fields of recipes at their defaults, with explanations, as one TOML"
     of_hf = "a Hugging Face checkpoint; prints the recipe that trains it on, with what was assumed"
     printed = verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
@@ -49,6 +50,25 @@ def command_line() -> argparse.ArgumentParser:
     _add_conversions(verbs)
     _add_uses(verbs, launched)
     return parser
+
+
+def _add_plan(verbs: Any) -> None:
+    """Add the command that searches for layouts."""
+    purpose = "find the fastest layouts of a recipe that fit the memory of GPUs, by prediction, without importing torch"
+    options = "[--nproc-per-node N] [--gpu NAME] [--top N] [--json] [--write FILE] [--fit] "
+    nproc = "number of ranks of the run; with --fit the most"
+    verb = _add_verb(verbs, "plan", purpose, "the recipe, whose model, batch and precision are kept", nproc, options)
+    of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
+    verb.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
+    verb.add_argument(
+        "--gpu", type=_gpu, metavar="NAME", help="GPU, such as H200; default: that of this machine, or H100"
+    )
+    tokens = "tokens of an optimizer step, instead of train.global_batch_sequences"
+    verb.add_argument("--tokens-per-step", type=_ranks, metavar="N", help=tokens)
+    verb.add_argument("--top", type=_ranks, default=10, metavar="N", help="layouts to show; default 10")
+    verb.add_argument("--json", action="store_true", help="print the layouts as JSON")
+    verb.add_argument("--write", metavar="FILE", help="write the best layout as a recipe that bases on this one")
+    verb.add_argument("--fit", action="store_true", help="the fewest GPUs that hold a step, and their best layout")
 
 
 def _add_conversions(verbs: Any) -> None:

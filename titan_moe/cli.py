@@ -1,4 +1,4 @@
-"""The command line: `titan-moe train`, `trace`, `check`, `recipe`, `import`, `export`, `generate`, `evaluate`,
+"""The command line: `titan-moe train`, `trace`, `check`, `plan`, `recipe`, `import`, `export`, `generate`, `evaluate`,
 `average`, `compare`.
 
 Refuses invalid recipes before it imports torch.
@@ -31,6 +31,7 @@ from titan_moe.entry import (
     import_hf,
     lacks_tokenizer,
     load_accepted,
+    plan,
     read_prompts,
     recipe_of_hf,
     recipe_of_use,
@@ -52,7 +53,7 @@ MINUTES_OF_A_CONVERSION = 24 * 60.0
 """That a process may wait for another one."""
 OPTIONS_ELSEWHERE = {
     "nproc-per-node": "--nproc N starts N ranks on this host",
-    "gpu": "--gpu belongs to titan-moe check",
+    "gpu": "--gpu belongs to titan-moe check and plan",
     "explain": "--explain belongs to titan-moe check",
 }
 """Options of other commands, and torchrun's -> what to do."""
@@ -94,7 +95,9 @@ def _command(argv: Sequence[str]) -> int:
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
-    if args.verb == "check" and args.nproc_per_node:
+    if args.verb == "plan" and args.nproc is None:
+        parser.error("plan needs --nproc, the number of GPUs; with --fit the most that may be taken")
+    if args.verb in ("check", "plan") and args.nproc_per_node:
         if args.nproc is None or args.nproc % args.nproc_per_node:
             parser.error(
                 f"--nproc-per-node {args.nproc_per_node} needs --nproc, the ranks of all nodes, a multiple of it"
@@ -121,6 +124,10 @@ def _command(argv: Sequence[str]) -> int:
             with _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
             return 0
+        if args.verb == "plan":
+            with _closed_pipe_ignored():
+                print(plan(args.recipe, overrides, args.nproc, **_options_of_plan(args)))
+            return 0
         _tell_of_several_paths(overrides)
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
@@ -130,6 +137,11 @@ def _command(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
+
+
+def _options_of_plan(args: argparse.Namespace) -> dict[str, Any]:
+    options = {"gpu": args.gpu, "tokens_per_step": args.tokens_per_step, "top": args.top}
+    return options | {"as_json": args.json, "write": args.write, "fewest": args.fit}
 
 
 def _tell_of_several_paths(overrides: list[str]) -> None:

@@ -25,18 +25,17 @@ from titan_moe.plan.cost.hugging_face import describe_weights
 from titan_moe.plan.cost.links import describe_links
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
-    gathered_bytes,
     replica_bytes_per_rank,
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.cost.muon import describe_muon
 from titan_moe.plan.cost.offload import copied_bytes, host_bytes
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
-from titan_moe.plan.cost.roofline import sharding_bytes
 from titan_moe.plan.data_report import describe_data
 from titan_moe.plan.fit import warn_of_excess
 from titan_moe.plan.pipeline.describe import describe_pipeline
 from titan_moe.plan.resolved import Resolved
+from titan_moe.plan.speed_report import describe_accumulation, describe_speed
 
 LABEL_WIDTH = 12
 BALANCED_FACTOR = 1.125
@@ -68,10 +67,11 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         ("memory", _memory(resolved)),
         *_peak_itself(resolved),
         *_fit_rows(as_given, world_size, gpu, devices),
+        *_labelled("speed", describe_speed(resolved, devices)),
         *_recompute_rows(again),
         *_offload_rows(resolved, devices),
         *_labelled("weights", describe_weights(recipe, world_size)),
-        *_accumulation_rows(resolved),
+        *_labelled("", describe_accumulation(resolved)),
         *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
         *_kernel_rows(recipe, world_size),
@@ -349,25 +349,6 @@ def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:
         ("", f"of it {arena:.3g} GiB in the arena of rows{grows}"),
         ("", f"and {temporary:.3g} GiB of one layer's temporaries"),
     ]
-
-
-def _accumulation_rows(resolved: Resolved) -> list[tuple[str, str]]:
-    """What a pipeline would save, and what it would take, if it gathered parameters once a step."""
-    recipe, p = resolved.recipe, resolved.recipe.parallel
-    once = replace(resolved, recipe=replace(recipe, parallel=replace(p, accumulate_unsharded=True)))
-    if p.pp == 1 or p.accumulate_unsharded or check_rules(once.recipe, once.world_size):
-        return []
-    pairs = list(zip(resolved.parts, once.parts, strict=True))
-    saved = max(sharding_bytes(now) - sharding_bytes(then) for now, then in pairs) / 2**30
-    added = max(gathered_bytes(then) - gathered_bytes(now) for now, then in pairs) / 2**30
-    if saved <= 0:
-        return []
-    text = (
-        f"hint: parameters are gathered and gradients reduced in each of {resolved.num_microbatches} "
-        f"microbatches; parallel.accumulate_unsharded = true sends up to {saved:,.3g} GiB less a rank and step, and "
-        f"holds up to {added:.3g} GiB more of unsharded parameters and gradients"
-    )
-    return [("", text)]
 
 
 def _format_rows(recipe: Recipe) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ boundaries differ by batch. Gradients that frozen parameters spare are not count
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.modules import ALONE, Module, Region, modules_of
@@ -30,22 +31,22 @@ class ParameterCount:
         """Those of one region."""
         return sum(module.number * module.parameters for module in self.modules if module.region == region)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All parameters."""
         return sum(module.number * module.parameters for module in self.modules)
 
-    @property
+    @cached_property
     def active(self) -> int:
         """The parameters that one token uses, embedding and head included."""
         return self.total - sum(module.number * module.idle for module in self.modules)
 
-    @property
+    @cached_property
     def dense_of_a_rank(self) -> float:
         """Those of a rank of tp, without routed experts."""
         return sum(module.number * module.own_parameters for module in self.modules if module.region != "experts")
 
-    @property
+    @cached_property
     def all_train(self) -> bool:
         """Whether nothing is frozen."""
         return self.model is None or trains_all(self.model, self.patterns)
@@ -55,7 +56,7 @@ class ParameterCount:
         """The parameters that train."""
         return round(sum(self.num_trained(module) * module.parameters for module in self.modules))
 
-    @property
+    @cached_property
     def trained_dense_of_a_rank(self) -> float:
         """Those of `dense_of_a_rank` that train."""
         if self.all_train:

@@ -20,10 +20,9 @@ from titan_moe.plan.cost.messages import link_rate, sharding_exposed, stage_seco
 from titan_moe.plan.cost.offload import copied_bytes
 from titan_moe.plan.cost.rates import Rates
 from titan_moe.plan.cost.roofline import sharding_by_group, update_work
-from titan_moe.plan.pipeline.parts import RankPart
-from titan_moe.plan.pipeline.schedules import actions_of_recipe
+from titan_moe.plan.pipeline.makespan import makespan_of
+from titan_moe.plan.pipeline.parts import RankPart, part_of
 from titan_moe.plan.pipeline.simulation import Times as StageTimes
-from titan_moe.plan.pipeline.simulation import simulate
 from titan_moe.plan.pipeline.weight_grads import split_flops
 from titan_moe.plan.resolved import Resolved
 
@@ -85,9 +84,9 @@ def predict(resolved: Resolved, rates: Rates, load: float = 0.0) -> Prediction:
     number = resolved.num_microbatches
     slowest, parts, seconds, bubble = _of_microbatches(resolved, of_stages, rates, number)
     step = dict(parts)
-    for name, more in _of_a_step(resolved.parts[slowest], rates, number, seconds).items():
+    for name, more in _of_a_step(part_of(recipe, world, slowest), rates, number, seconds).items():
         step[name] = step.get(name, 0.0) + more
-    step["bubble"] = bubble
+    step["idle"] = bubble
     total = sum(step.values())
     step["launch"] = GAPS_OF_A_GRAPH * total
     if recipe.compile.cudagraph == "off":
@@ -143,8 +142,8 @@ def _makespan(resolved: Resolved, of_stages: Sequence[Times], number: int, messa
         [time * (1 - share) for time, share in zip(backward, shares, strict=True)],
         [time * share for time, share in zip(backward, shares, strict=True)],
     )
-    few = min(number, 4 * p.pp + number % p.pp)
-    makespan = simulate(actions_of_recipe(p, few), times).makespan
+    few = min(number, 2 * p.pp + number % p.pp)
+    makespan = makespan_of(p, few, times)
     of_ranks = [0.0] * p.pp
     for rank, first, last in zip(resolved.ranks, forward, backward, strict=True):
         of_ranks[rank] += first + last

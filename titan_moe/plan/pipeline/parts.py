@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules, why_kept
@@ -52,7 +53,7 @@ class RankPart:
         """Whether ranks have an arena with this implementation of the experts: all of a pipeline, or none."""
         return has_arena(self.run or self.recipe, experts)
 
-    @property
+    @cached_property
     def count(self) -> ParameterCount:
         """The parameters of the rank's modules. A tied weight counts on the ranks of the embedding and of the head, but
         only once if both are on one rank."""
@@ -68,11 +69,15 @@ class RankPart:
 
 def parts_of(recipe: Recipe, world_size: int) -> list[RankPart]:
     """The parts of all pipeline ranks."""
-    p = recipe.parallel
-    if p.pp == 1:
-        return [RankPart(recipe, world_size)]
+    return [part_of(recipe, world_size, rank) for rank in range(recipe.parallel.pp)]
+
+
+def part_of(recipe: Recipe, world_size: int, rank: int) -> RankPart:
+    """The part of one pipeline rank."""
+    if recipe.parallel.pp == 1:
+        return RankPart(recipe, world_size)
     stages = stages_of(recipe)
-    return [_part(recipe, world_size, rank, {at: stages[at] for at in stages_of_rank(rank, p)}) for rank in range(p.pp)]
+    return _part(recipe, world_size, rank, {at: stages[at] for at in stages_of_rank(rank, recipe.parallel)})
 
 
 def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Iterable[str]]) -> RankPart:

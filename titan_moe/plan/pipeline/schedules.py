@@ -67,7 +67,7 @@ def _measure_rank(
     return measure(actions_of_recipe(parallel, num_microbatches)[rank], dict(sizes))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _actions_of(
     schedule: str, pp: int, vpp: int, num_microbatches: int, has_pairs: bool
 ) -> Sequence[Iterable[Action | Pair]]:

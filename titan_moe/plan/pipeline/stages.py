@@ -27,7 +27,7 @@ def stages_of(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
     return _divided(recipe.model, recipe.train.seq_len_tokens, p.pp, p.vpp, p.pp_schedule)
 
 
-@lru_cache(maxsize=16)  # a report asks for the stages of each rank many times
+@lru_cache(maxsize=128)  # a report asks for the stages of each rank many times, a search for those of many pipelines
 def _divided(model: ModelConfig, seq_len_tokens: int, pp: int, vpp: int, schedule: str) -> tuple[tuple[str, ...], ...]:
     layers = [f"layers.{layer}" for layer in range(model.num_layers)]
     flops = [flops_of(model, seq_len_tokens, name).total for name in (*layers, "head")]

@@ -1,0 +1,297 @@
+"""The search for the fastest layouts of a recipe that fit the memory of a GPU.
+
+Candidates are taken in the order of a bound of their speed: times of layers, shared by all candidates that compute and
+send alike, without what a schedule, memory and messages of sharding add. What the bound leaves out is computed for the
+best ones, step by step: rules and the peak, the step with its schedule, what is computed again. A layout is found when
+no bound is above its speed.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from types import MappingProxyType
+from typing import NamedTuple
+
+from titan_moe.config.clones import resolve_clones
+from titan_moe.config.parallel import ranks_of_a_node
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.recompute import AUTO
+from titan_moe.config.rules import check_rules
+from titan_moe.plan.choice.hardware import Hardware, find_hardware
+from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, limit_gib, with_entries
+from titan_moe.plan.cost.block_time import head_times, layer_times
+from titan_moe.plan.cost.count import count_parameters
+from titan_moe.plan.cost.messages import sharding_exposed
+from titan_moe.plan.cost.peak import peak_bytes
+from titan_moe.plan.cost.rates import Rates, rates_of
+from titan_moe.plan.cost.step_time import (
+    COPIES,
+    GAPS_OF_A_GRAPH,
+    NATURAL_LOAD,
+    SPREAD,
+    Prediction,
+    largest_of,
+    predict,
+)
+from titan_moe.plan.pipeline.parts import part_of
+from titan_moe.plan.resolved import Resolved
+from titan_moe.plan.search_space import Candidate, Layout, candidates_of
+
+LADDER = (
+    (),
+    ("norms", "qkv_rope", "mla_up"),
+    ("norms", "expert_weights"),
+    ("norms", "moe_act", "shared_experts", "dense_mlp"),
+    ("norms", "experts", "shared_experts", "dense_mlp"),
+    ("block",),
+)
+"""What is computed again while layouts are compared; for those that are found "auto" is asked."""
+FILL = {"1f1b": 1.0, "interleaved_1f1b": 1.0, "zbv": 0.1, "dualpipev": 0.3}
+"""By schedule, of the waits of a pipeline that fills and drains, what its best case leaves."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout with its best options."""
+
+    candidate: Candidate
+    recipe: Recipe
+    """With memory.recompute as the search was given it, or "auto"."""
+    resolved: Resolved
+    prediction: Prediction
+    peak_gib: float
+    entries: tuple[str, ...]
+    """What is computed again."""
+
+
+class _Tried(NamedTuple):
+    """A candidate that passes the rules and fits."""
+
+    recipe: Recipe
+    entries: tuple[str, ...]
+    speed: float = 0.0
+    """0 while only its bound is known."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search found."""
+
+    found: list[Found]
+    num_candidates: int
+    num_tried: int
+    refusal: str = ""
+    """A breach of a rule, if all candidates that were tried have one."""
+
+
+def search(
+    recipe: Recipe, world_size: int, gpu: str, top: int = 10, fixed: Mapping[str, object] = MappingProxyType({})
+) -> Result:
+    """Find the fastest layouts, each with its best options; fewer than `top` if fewer fit. `fixed` has values of fields
+    of `[parallel]` and of train.micro_batch_sequences, by their last words, that all layouts must have.
+
+    Raises: ValueError for an unknown GPU.
+    """
+    rates, hardware = rates_of(gpu), find_hardware(gpu)
+    if rates is None or hardware is None:
+        raise ValueError(f"{gpu} is not a known GPU")
+    return _Search(recipe, world_size, rates, hardware, fixed).run(top)
+
+
+def fewest_ranks(recipe: Recipe, most: int, gpu: str, fixed: Mapping[str, object]) -> tuple[int, Result]:
+    """The fewest GPUs that hold a step, of powers of two and one and a half times these, and their best layout; nothing
+    if even `most` do not."""
+    powers = [2**power for power in range(most.bit_length())]
+    numbers = sorted({number for power in powers for number in (power, power * 3 // 2) if 0 < number < most} | {most})
+    for number in numbers:
+        result = search(recipe, number, gpu, 1, fixed)
+        if result.found:
+            break
+    return number, result
+
+
+class _Search:
+    def __init__(
+        self, recipe: Recipe, world_size: int, rates: Rates, hardware: Hardware, fixed: Mapping[str, object]
+    ) -> None:
+        self.fixed, self.refusal, self.is_allowed = fixed, "", False
+        self.recipe, self.world_size, self.rates, self.hardware = recipe, world_size, rates, hardware
+        self.limit = limit_gib(hardware, recipe.run.ranks_per_gpu)
+        self.tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / world_size
+        parameters = count_parameters(recipe.model)
+        self.num_experts = parameters["experts"]
+        self.num_dense = parameters.total - self.num_experts
+        precision = recipe.precision
+        kept = (BYTES_OF_DTYPE[precision.master], BYTES_OF_DTYPE[precision.gradients_dtype])
+        self.state = sum(kept) + (precision.bytes_of_moments if recipe.memory.park == "none" else 0.0)
+        self.update = 2 * kept[0] + 2 * kept[1] + 2 * precision.bytes_of_moments
+        self.trains_all = parameters.all_train and not recipe.optim.trainable
+        self.microbatches: dict[tuple[object, ...], float] = {}
+        self.of_node = ranks_of_a_node(world_size)
+        self.smallest: dict[Candidate, Candidate] = {}
+        self.fits: dict[Candidate, bool] = {}
+        self.num_candidates = self.num_tried = 0
+
+    def run(self, top: int) -> Result:
+        """The best layouts first."""
+        found = sorted(islice(self._in_order(), top), key=lambda one: -one.prediction.tokens_per_second)
+        return Result(found, self.num_candidates, self.num_tried, "" if self.is_allowed else self.refusal)
+
+    def _in_order(self) -> Iterator[Found]:
+        ticket = count()
+        queue: list[tuple[float, int, Candidate, _Tried | None]] = []
+
+        def push(speed: float, candidate: Candidate, so_far: _Tried | None) -> None:
+            heapq.heappush(queue, (-speed, next(ticket), candidate, so_far))
+
+        for candidate in candidates_of(self.recipe, self.world_size):
+            if any(candidate.value_of(name) not in (value, None) for name, value in self.fixed.items()):
+                continue
+            self.num_candidates += 1
+            smallest = self.smallest.setdefault(candidate.family, candidate)
+            if candidate.micro_batch_sequences < smallest.micro_batch_sequences:
+                self.smallest[candidate.family] = candidate
+            if self._may_fit(candidate):
+                push(self._bound(candidate), candidate, None)
+        done = set[Layout]()
+        while queue:
+            _, _, candidate, so_far = heapq.heappop(queue)
+            if candidate.layout in done:
+                continue
+            if so_far is None:
+                if tried := self._try(candidate):
+                    push(self._bound(candidate, tried.entries), candidate, tried)
+            elif so_far.speed == 0.0:
+                speed = self._predicted(so_far.recipe, so_far.entries)[1].tokens_per_second
+                push(speed, candidate, so_far._replace(speed=speed))
+            elif finished := self._finish(candidate, so_far):
+                done.add(candidate.layout)
+                yield finished
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Whether what is held for a whole step may fit; stages are taken as equal."""
+        layout = candidate.layout
+        if not self.trains_all:
+            return True
+        held = self._parameters(layout) * self.state
+        if candidate.accumulate_unsharded:
+            dense = self.num_dense / layout.tp / layout.pp
+            held += dense * 2.0 + dense * (4.0 if candidate.num_microbatches > 1 else 0.0)
+            of_replica = self.world_size // (layout.pp * layout.ep * layout.etp)
+            if of_replica > 1:
+                held += self.num_experts / (layout.pp * layout.ep * layout.etp) * 6.0
+        return held / 2**30 < 1.05 * self.limit
+
+    def _parameters(self, layout: Layout) -> float:
+        return (self.num_dense + self.num_experts) * layout.dp_replicate / self.world_size
+
+    def _bound(self, candidate: Candidate, entries: tuple[str, ...] = ()) -> float:
+        """Tokens a second that a candidate does not exceed, up to what the mean over stages hides."""
+        layout, number = candidate.layout, candidate.num_microbatches
+        of_one = self._microbatch(candidate, entries) / layout.pp
+        fill = FILL[candidate.pp_schedule] * (layout.pp - 1) / candidate.vpp
+        times = 1 if candidate.accumulate_unsharded else number
+        gathered = self.num_dense / layout.tp / layout.pp * COPIES * times
+        seconds = of_one * (number + fill)
+        if self.trains_all:
+            seconds += (self._parameters(layout) * self.update + gathered) / self.rates.memory
+            seconds += sharding_exposed(self._sharding(layout) * times, seconds)
+        return self.tokens / (seconds * (1 + GAPS_OF_A_GRAPH))
+
+    def _sharding(self, layout: Layout) -> float:
+        """Seconds of gathering and reducing all parameters once: as in `step_time`, with one gather."""
+        of_stage = self.world_size // layout.pp
+        of_experts, of_dense = layout.ep * layout.etp, layout.tp
+        seconds = 0.0
+        for number, group in ((self.num_experts, of_experts), (self.num_dense, of_dense)):
+            shards = of_stage // group // layout.dp_replicate
+            rate = self.rates.link
+            if of_stage > self.of_node:
+                rate = min(rate, max(self.of_node // group, 1) * self.rates.node_link)
+            seconds += number / layout.pp / group * (1 - 1 / max(shards, 1)) * 6 / rate
+        return seconds
+
+    def _microbatch(self, candidate: Candidate, entries: tuple[str, ...]) -> float:
+        """Seconds of a microbatch in all layers, with these parts computed again."""
+        layout = candidate.layout
+        key = (layout[1:5], candidate.micro_batch_sequences, candidate.dispatcher, candidate.overlap, entries)
+        if key not in self.microbatches:
+            recipe = with_entries(candidate.of(self.recipe), entries)
+            load = 1.0 if recipe.train.forces_load or layout.ep == 1 else NATURAL_LOAD
+            times = [*layer_times(recipe, self.world_size, self.rates, load), head_times(recipe, self.rates)]
+            seconds = sum(part.total for of_layer in times for part in of_layer.values())
+            self.microbatches[key] = seconds * (1 + SPREAD * largest_of(layout.ep * layout.etp))
+        return self.microbatches[key]
+
+    def _try(self, candidate: Candidate) -> "_Tried | None":
+        """What a candidate computes again, if it passes the rules and fits."""
+        if not self._family_fits(candidate):
+            return None
+        self.num_tried += 1
+        if (recipe := self._allowed(candidate)) is None:
+            return None
+        given = self.recipe.memory.recompute
+        if AUTO not in given:
+            return _Tried(recipe, tuple(given))
+        rung = self._rung(recipe, is_known=candidate == self.smallest[candidate.family])
+        return None if rung is None else _Tried(recipe, LADDER[rung])
+
+    def _family_fits(self, candidate: Candidate) -> bool:
+        """Whether the smallest microbatch fits with all computed again."""
+        family = candidate.family
+        if family not in self.fits:
+            smallest = self._allowed(self.smallest[family])
+            again = LADDER[-1] if AUTO in self.recipe.memory.recompute else self.recipe.memory.recompute
+            self.fits[family] = smallest is None or self._fits(smallest, tuple(again))
+        return self.fits[family]
+
+    def _allowed(self, candidate: Candidate) -> Recipe | None:
+        """The recipe of a candidate, launched if it cannot be captured; None if it breaks a rule."""
+        recipe = candidate.of(self.recipe)
+        launched = replace(recipe, compile=replace(recipe.compile, cudagraph="off"))
+        for way in dict.fromkeys((recipe, launched)):
+            if not (breaches := check_rules(way, self.world_size)):
+                self.is_allowed = True
+                return way
+            self.refusal = breaches[0]
+        return None
+
+    def _rung(self, recipe: Recipe, *, is_known: bool) -> int | None:
+        """The first of the ladder with which a step fits; of the last `is_known` that it does."""
+        few, many = 0, len(LADDER) - 1
+        if not is_known and not self._fits(recipe, LADDER[many]):
+            return None
+        while few < many:
+            middle = (few + many) // 2
+            if self._fits(recipe, LADDER[middle]):
+                many = middle
+            else:
+                few = middle + 1
+        return many
+
+    def _finish(self, candidate: Candidate, tried: _Tried) -> Found | None:
+        """A candidate with what "auto" computes again; None if a pipeline rank does not fit after all."""
+        recipe, entries = tried.recipe, tried.entries
+        if entries and AUTO in self.recipe.memory.recompute:
+            choice = choose_recompute(resolve_clones(recipe, self.world_size), self.world_size, self.hardware)
+            entries = choice.entries
+        resolved, prediction = self._predicted(recipe, entries)
+        factor = resolved.recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
+        gib = (resolved.peak_bytes(factor) + resolved.shared_bytes) / 2**30
+        return Found(candidate, recipe, resolved, prediction, gib, entries) if gib <= self.limit else None
+
+    def _predicted(self, recipe: Recipe, entries: tuple[str, ...]) -> tuple[Resolved, Prediction]:
+        resolved = Resolved(resolve_clones(with_entries(recipe, entries), self.world_size), self.world_size)
+        return resolved, predict(resolved, self.rates)
+
+    def _fits(self, recipe: Recipe, entries: tuple[str, ...]) -> bool:
+        """Whether the first, the last and a middle pipeline rank fit; `_at` asks the others."""
+        recipe = resolve_clones(with_entries(recipe, entries), self.world_size)
+        pp = recipe.parallel.pp
+        resolved = Resolved(recipe, self.world_size)
+        own = (self.limit * 2**30) - resolved.shared_bytes
+        factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
+        parts = (part_of(recipe, self.world_size, rank) for rank in dict.fromkeys((0, pp - 1, pp // 2)))
+        return all(peak_bytes(part, factor, resolved.experts) <= own for part in parts)
