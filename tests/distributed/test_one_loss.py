@@ -44,6 +44,7 @@ NUM_MASKED = 5
 """Labels that are missing, of the first sequence of a step."""
 SOME, FEW = 8, 2
 """Steps of what differs from a layout that runs them all: beyond the warm-up, and of most."""
+NOISE = 0.05
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
 MOE = MoEConfig(
     num_experts=8,
@@ -54,7 +55,6 @@ MOE = MoEConfig(
     aux_loss_coef=1e-2,
     z_loss_coef=1e-3,
     bias_update_speed=1e-2,
-    input_jitter=0.05,
 )
 MODEL = ModelConfig(
     vocab_size=VOCABULARY,
@@ -157,7 +157,9 @@ def spoiling_messages() -> Iterator[None]:
 
 
 def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
-    """Run the first steps on this rank; the fields of a Trace."""
+    """Run the first steps on this rank; the fields of a Trace. Routers have noise, which no layout may change."""
+    if not run.model.mtp.num_depths:
+        run = replace(run, model=replace(run.model, moe=replace(run.model.moe, input_jitter=NOISE)))
     with clones.always_used():
         meshes, _, parts, _, _, step_runner = assemble(run, torch.device("cpu"))
     step = step_runner.step
@@ -217,6 +219,7 @@ def first_gradients(step: Any, parts: list[torch.nn.Module], batch: Batch) -> di
     """`gradients` of a batch; leaves the model unchanged."""
     num_labels, num_tokens = step.count(batch)
     step.balancer.start(1.0 / num_tokens)
+    step.routing.start(batch.tokens_MBN, None)
     step.forward_backward(batch, 1.0 / num_labels)
     step.finish_gradients()
     grads = gradients(parts)
