@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from titan_moe.config.adapter import AdapterOfKind as AdapterOfKind
     from titan_moe.config.attention import AttentionConfig as AttentionConfig
     from titan_moe.config.balance import AuxLosses as AuxLosses
+    from titan_moe.config.batch_schedule import BatchPhase as BatchPhase
     from titan_moe.config.chat import ChatConfig as ChatConfig
     from titan_moe.config.dispatchers import DispatcherFacts as DispatcherFacts
     from titan_moe.config.kernels import KernelOverrides as KernelOverrides
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from titan_moe.config.mtp import MTPConfig as MTPConfig
     from titan_moe.config.parallel import ParallelConfig as ParallelConfig
+    from titan_moe.config.parameter_groups import ParameterGroup as ParameterGroup
     from titan_moe.config.parse import RecipeError as RecipeError
     from titan_moe.config.parse import load_recipe as load_recipe
     from titan_moe.config.perf import (
@@ -131,6 +133,7 @@ _MODULES = {
     "AllToAllDispatcher": "titan_moe.dispatch",
     "AttentionConfig": "titan_moe.config.attention",
     "AuxLosses": "titan_moe.config.balance",
+    "BatchPhase": "titan_moe.config.batch_schedule",
     "Block": "titan_moe.layers.block",
     "ChatConfig": "titan_moe.config.chat",
     "CheckpointConfig": "titan_moe.config.train",
@@ -158,6 +161,7 @@ _MODULES = {
     "MuonConfig": "titan_moe.config.train",
     "OptimConfig": "titan_moe.config.train",
     "ParallelConfig": "titan_moe.config.parallel",
+    "ParameterGroup": "titan_moe.config.parameter_groups",
     "Pending": "titan_moe.dispatch.base",
     "PerfConfig": "titan_moe.config.perf",
     "PrecisionConfig": "titan_moe.config.precision",
