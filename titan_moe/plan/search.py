@@ -7,7 +7,7 @@ no bound is above its speed.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from titan_moe.config.recompute import AUTO
 from titan_moe.config.rules import check_rules
 from titan_moe.plan.choice.hardware import Hardware, find_hardware
 from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, limit_gib, with_entries
-from titan_moe.plan.cost.block_time import head_times, layer_times
+from titan_moe.plan.cost.block_time import Times, head_times, layer_times
 from titan_moe.plan.cost.count import count_parameters
 from titan_moe.plan.cost.messages import sharding_exposed
 from titan_moe.plan.cost.peak import peak_bytes
@@ -29,11 +29,11 @@ from titan_moe.plan.cost.rates import Rates, rates_of
 from titan_moe.plan.cost.step_time import (
     COPIES,
     GAPS_OF_A_GRAPH,
-    NATURAL_LOAD,
     SPREAD,
     Prediction,
     largest_of,
     predict,
+    usual_load,
 )
 from titan_moe.plan.pipeline.parts import part_of
 from titan_moe.plan.resolved import Resolved
@@ -129,6 +129,7 @@ class _Search:
         self.update = 2 * kept[0] + 2 * kept[1] + 2 * precision.bytes_of_moments
         self.trains_all = parameters.all_train and not recipe.optim.trainable
         self.microbatches: dict[tuple[object, ...], float] = {}
+        self.layers: dict[tuple[object, ...], Sequence[Times]] = {}
         self.of_node = ranks_of_a_node(world_size)
         self.smallest: dict[Candidate, Candidate] = {}
         self.fits: dict[Candidate, bool] = {}
@@ -164,7 +165,7 @@ class _Search:
                 if tried := self._try(candidate):
                     push(self._bound(candidate, tried.entries), candidate, tried)
             elif so_far.speed == 0.0:
-                speed = self._predicted(so_far.recipe, so_far.entries)[1].tokens_per_second
+                speed = self._predicted(candidate, so_far.recipe, so_far.entries)[1].tokens_per_second
                 push(speed, candidate, so_far._replace(speed=speed))
             elif finished := self._finish(candidate, so_far):
                 done.add(candidate.layout)
@@ -190,7 +191,7 @@ class _Search:
     def _bound(self, candidate: Candidate, entries: tuple[str, ...] = ()) -> float:
         """Tokens a second that a candidate does not exceed, up to what the mean over stages hides."""
         layout, number = candidate.layout, candidate.num_microbatches
-        of_one = self._microbatch(candidate, entries) / layout.pp
+        of_one = self._microbatch(candidate, entries)
         fill = FILL[candidate.pp_schedule] * (layout.pp - 1) / candidate.vpp
         times = 1 if candidate.accumulate_unsharded else number
         gathered = self.num_dense / layout.tp / layout.pp * COPIES * times
@@ -214,16 +215,28 @@ class _Search:
         return seconds
 
     def _microbatch(self, candidate: Candidate, entries: tuple[str, ...]) -> float:
-        """Seconds of a microbatch in all layers, with these parts computed again."""
+        """Seconds of a microbatch on a pipeline rank, with these parts computed again."""
         layout = candidate.layout
-        key = (layout[1:5], candidate.micro_batch_sequences, candidate.dispatcher, candidate.overlap, entries)
+        key = (*self._key(candidate, entries), layout.pp)
         if key not in self.microbatches:
-            recipe = with_entries(candidate.of(self.recipe), entries)
-            load = 1.0 if recipe.train.forces_load or layout.ep == 1 else NATURAL_LOAD
-            times = [*layer_times(recipe, self.world_size, self.rates, load), head_times(recipe, self.rates)]
-            seconds = sum(part.total for of_layer in times for part in of_layer.values())
-            self.microbatches[key] = seconds * (1 + SPREAD * largest_of(layout.ep * layout.etp))
+            layers, head = self._layers(candidate, entries), head_times(candidate.of(self.recipe), self.rates)
+            of_layers = [sum(part.total for part in of_layer.values()) for of_layer in layers]
+            mean = (sum(of_layers) + sum(part.total for part in head.values())) / layout.pp
+            most = -(-len(of_layers) // layout.pp) * min(of_layers, default=0.0)  # of a rank that has most layers
+            self.microbatches[key] = max(mean, most) * (1 + SPREAD * largest_of(layout.ep * layout.etp))
         return self.microbatches[key]
+
+    def _layers(self, candidate: Candidate, entries: tuple[str, ...]) -> Sequence[Times]:
+        """The times of layers, which candidates share that compute and send alike."""
+        key = self._key(candidate, entries)
+        if key not in self.layers:
+            recipe = with_entries(candidate.of(self.recipe), entries)
+            self.layers[key] = layer_times(recipe, self.world_size, self.rates, usual_load(recipe))
+        return self.layers[key]
+
+    def _key(self, candidate: Candidate, entries: tuple[str, ...]) -> tuple[object, ...]:
+        of_layout = candidate.layout[1:5]
+        return (of_layout, candidate.micro_batch_sequences, candidate.dispatcher, candidate.overlap, entries)
 
     def _try(self, candidate: Candidate) -> "_Tried | None":
         """What a candidate computes again, if it passes the rules and fits."""
@@ -277,21 +290,21 @@ class _Search:
         if entries and AUTO in self.recipe.memory.recompute:
             choice = choose_recompute(resolve_clones(recipe, self.world_size), self.world_size, self.hardware)
             entries = choice.entries
-        resolved, prediction = self._predicted(recipe, entries)
+        resolved, prediction = self._predicted(candidate, recipe, entries)
         factor = resolved.recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
         gib = (resolved.peak_bytes(factor) + resolved.shared_bytes) / 2**30
         return Found(candidate, recipe, resolved, prediction, gib, entries) if gib <= self.limit else None
 
-    def _predicted(self, recipe: Recipe, entries: tuple[str, ...]) -> tuple[Resolved, Prediction]:
+    def _predicted(self, candidate: Candidate, recipe: Recipe, entries: tuple[str, ...]) -> tuple[Resolved, Prediction]:
         resolved = Resolved(resolve_clones(with_entries(recipe, entries), self.world_size), self.world_size)
-        return resolved, predict(resolved, self.rates)
+        return resolved, predict(resolved, self.rates, layers=self._layers(candidate, entries))
 
     def _fits(self, recipe: Recipe, entries: tuple[str, ...]) -> bool:
-        """Whether the first, the last and a middle pipeline rank fit; `_at` asks the others."""
+        """Whether the first and the last pipeline rank fit; `_finish` asks the others."""
         recipe = resolve_clones(with_entries(recipe, entries), self.world_size)
         pp = recipe.parallel.pp
         resolved = Resolved(recipe, self.world_size)
         own = (self.limit * 2**30) - resolved.shared_bytes
         factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
-        parts = (part_of(recipe, self.world_size, rank) for rank in dict.fromkeys((0, pp - 1, pp // 2)))
+        parts = (part_of(recipe, self.world_size, rank) for rank in dict.fromkeys((0, pp - 1)))
         return all(peak_bytes(part, factor, resolved.experts) <= own for part in parts)

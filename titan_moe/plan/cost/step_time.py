@@ -11,6 +11,7 @@ from statistics import NormalDist
 
 from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import Recipe
 from titan_moe.plan.cost import muon, replicated_grads
 from titan_moe.plan.cost.block_time import GEMMS, Times, head_times, layer_times
 from titan_moe.plan.cost.count import training_flops_per_token
@@ -71,12 +72,12 @@ class Prediction:
         return sum(self.parts.get(name, 0.0) for name in ("rows", "tp and cp", "sharding", "stages")) / self.seconds
 
 
-def predict(resolved: Resolved, rates: Rates, load: float = 0.0) -> Prediction:
-    """Predict a step. `load` is that of the busiest rank of an ep group over the mean; 0 takes what was measured."""
+def predict(resolved: Resolved, rates: Rates, load: float = 0.0, layers: Sequence[Times] | None = None) -> Prediction:
+    """Predict a step. `load` is that of the busiest rank of an ep group over the mean; 0 takes what was measured.
+    `layers` are the times of layers where these are known."""
     recipe, world = resolved.recipe, resolved.world_size
-    if not load:
-        load = 1.0 if recipe.train.forces_load or recipe.parallel.ep == 1 else NATURAL_LOAD
-    layers, head = layer_times(recipe, world, rates, load), head_times(recipe, rates)
+    layers = layer_times(recipe, world, rates, load or usual_load(recipe)) if layers is None else layers
+    head = head_times(recipe, rates)
     stages = resolved.stages if recipe.parallel.pp > 1 else ((*_names(len(layers)), "head"),)
     of_stages = [
         _sum([*(layers[at] for at in _layers(stage)), *([head] if "head" in stage else [])]) for stage in stages
@@ -98,6 +99,11 @@ def predict(resolved: Resolved, rates: Rates, load: float = 0.0) -> Prediction:
     flops = training_flops_per_token(recipe.model, recipe.train.seq_len_tokens, recipe.optim.trainable)
     kept = {name: part for name, part in step.items() if part > 0}
     return Prediction(total, kept, rate, rate * flops / rates.peak, bubble / total, rates)
+
+
+def usual_load(recipe: Recipe) -> float:
+    """That of the busiest rank of an ep group over the mean."""
+    return 1.0 if recipe.train.forces_load or recipe.parallel.ep == 1 else NATURAL_LOAD
 
 
 def _of_microbatches(
