@@ -81,6 +81,12 @@ def test_a_plan_is_written_as_a_recipe_that_runs(tmp_path: Path) -> None:
     assert written.train.global_batch_sequences == 32
 
 
+def test_frozen_parameters_have_no_states() -> None:
+    recipe = load_recipe(RECIPE.with_name("qwen3_30b_a3b_lora.toml"))
+    with planning():
+        assert search(recipe, 4, "H100", 1).found
+
+
 def test_rows_are_data(recipe: Recipe) -> None:
     with planning():
         (row,) = as_rows(search(recipe, 2, "H100", 1), 2)

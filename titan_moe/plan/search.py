@@ -19,6 +19,7 @@ from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import AUTO
 from titan_moe.config.rules import check_rules
+from titan_moe.config.trainable import trains_all
 from titan_moe.plan.choice.hardware import Hardware, find_hardware
 from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, limit_gib, with_entries
 from titan_moe.plan.cost.block_time import Times, head_times, layer_times
@@ -127,7 +128,7 @@ class _Search:
         kept = (BYTES_OF_DTYPE[precision.master], BYTES_OF_DTYPE[precision.gradients_dtype])
         self.state = sum(kept) + (precision.bytes_of_moments if recipe.memory.park == "none" else 0.0)
         self.update = 2 * kept[0] + 2 * kept[1] + 2 * precision.bytes_of_moments
-        self.trains_all = parameters.all_train and not recipe.optim.trainable
+        self.trains_all = trains_all(recipe.model, recipe.optim.trainable)
         self.microbatches: dict[tuple[object, ...], float] = {}
         self.layers: dict[tuple[object, ...], Sequence[Times]] = {}
         self.of_node = ranks_of_a_node(world_size)
