@@ -6,6 +6,8 @@ from typing import Any
 from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE
 from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
 
+MOST_COPIES = 4096
+"""Of an MLP, and pieces of it."""
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -47,6 +49,10 @@ def command_line() -> argparse.ArgumentParser:
     of_hf = "a Hugging Face checkpoint; prints the recipe that trains it on, with what was assumed"
     printed = verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
     printed.add_argument("folder", nargs="?", metavar="HF_FOLDER", help=of_hf)
+    upcycle = "of a dense model: make so many copies of each MLP the experts of a MoE model"
+    printed.add_argument("--upcycle", type=_copies, metavar="COPIES", help=upcycle)
+    granularity = "with --upcycle, cut each MLP into so many pieces, copies of which are the experts; default 1"
+    printed.add_argument("--granularity", type=_copies, metavar="G", help=granularity)
     _add_conversions(verbs)
     _add_uses(verbs, launched)
     return parser
@@ -167,6 +173,12 @@ def _gpu(text: str) -> str:
         known = ", ".join("-".join(gpu.words).upper() for gpu in KNOWN_DEVICES)
         raise argparse.ArgumentTypeError(f"{text} is not a known GPU; known are {known}")
     return text
+
+
+def _copies(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_COPIES:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to {MOST_COPIES}")
+    return int(text)
 
 
 def _ranks(text: str) -> int:

@@ -93,6 +93,10 @@ def _command(argv: Sequence[str]) -> int:
         if names:
             hint = f"; {OPTIONS_ELSEWHERE.get(names[0].replace('_', '-')) or nearest_key(names[0])}"
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
+    if args.verb == "recipe" and args.upcycle and not args.folder:
+        parser.error("recipe --upcycle needs the HF_FOLDER of a dense model")
+    if args.verb == "recipe" and args.granularity and not args.upcycle:
+        parser.error("recipe --granularity needs --upcycle COPIES")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
     if args.verb == "plan" and args.nproc is None:
@@ -106,8 +110,9 @@ def _command(argv: Sequence[str]) -> int:
     sys.path.append(os.getcwd())  # for model.class and table: `python -m titan_moe` finds modules there too
     try:
         if args.verb == "recipe":
+            of_folder = args.folder, args.upcycle, args.granularity
             with _closed_pipe_ignored():
-                print(recipe_of_hf(args.folder) if args.folder else recipe_with_explanations())
+                print(recipe_of_hf(*of_folder) if args.folder else recipe_with_explanations())
             return 0
         if args.verb == "average":
             _convert_here(args)

@@ -101,14 +101,16 @@ def _key_of(override: str) -> str:
     return override.removeprefix("--").partition("=")[0]
 
 
-def recipe_of_hf(folder: str | Path) -> str:
-    """A recipe, as TOML, that trains the weights of a Hugging Face checkpoint on. Does not import torch.
+def recipe_of_hf(folder: str | Path, copies: int | None = None, granularity: int | None = None) -> str:
+    """A recipe, as TOML, that trains the weights of a Hugging Face checkpoint on. Does not import torch. With `copies`,
+    the checkpoint is of a dense model, and experts are copies of its MLPs, or of `granularity` pieces of each.
 
     Raises: HuggingFaceError for a model that is not built here.
     """
-    from titan_moe.checkpoint.hf_recipe import recipe_text
+    from titan_moe.checkpoint.hf_recipe import recipe_text, upcycled_text
 
-    return recipe_text(Path(folder).expanduser())
+    path = Path(folder).expanduser()
+    return recipe_text(path) if copies is None else upcycled_text(path, copies, granularity or 1)
 
 
 def import_hf(folder: str | Path, checkpoint: str | Path, skip: Collection[str] = ()) -> dict[str, list[str]]:

@@ -126,6 +126,30 @@ BROKEN = {
         "--model.adapter.rank=8 --parallel.expert_clones=auto",
         'parallel.expert_clones = "auto" has no adapters',
     ),
+    "upcycled_weights_are_of_hugging_face": (
+        "--checkpoint.upcycle.granularity=1",
+        'granularity = 1 needs `hf:` and the folder of a dense model in checkpoint.load_from = ""',
+    ),
+    "noise_is_on_copies": (
+        "--checkpoint.upcycle.noise_std=0.1",
+        "checkpoint.upcycle.noise_std = 0.1 has no effect with checkpoint.upcycle.granularity = 0",
+    ),
+    "virtual_groups_are_whole": (
+        "--checkpoint.load_from=hf:dense --checkpoint.upcycle.granularity=5",
+        "checkpoint.upcycle.granularity = 5 does not divide model.moe.top_k",
+    ),
+    "upcycled_scores_have_one_sum": (
+        "--checkpoint.load_from=hf:dense --checkpoint.upcycle.granularity=1 --model.moe.normalize_topk=false",
+        "needs scores whose sum is the same for all tokens, which model.moe.score_fn",
+    ),
+    "upcycled_experts_are_parts_of_the_mlp": (
+        "--checkpoint.load_from=hf:dense --checkpoint.upcycle.granularity=1 --model.moe.latent_size=32",
+        "checkpoint.upcycle.granularity = 1 cannot be had with model.moe.latent_size = 32",
+    ),
+    "upcycled_weights_train": (
+        "--checkpoint.load_from=hf:dense --checkpoint.upcycle.granularity=1 --model.adapter.rank=8",
+        "checkpoint.upcycle.granularity = 1 cannot be had with adapters (model.adapter.rank = 8)",
+    ),
     "frozen_weights_are_somewhere": (
         "--model.adapter.rank=8 --checkpoint.saves_frozen=false",
         'checkpoint.saves_frozen = false needs frozen weights, and checkpoint.load_from = "" with them',

@@ -105,11 +105,31 @@ TWINS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+DENSE = BASE | {"num_key_value_heads": 3, "intermediate_size": 42}
+DENSE_TWINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": (
+        "Qwen3",
+        DENSE | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "llama": ("Llama", DENSE | {"head_dim": 12, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", DENSE | {"sliding_window": 11}),
+}
+"""Models without experts."""
+
+
 def twin(name: str, **changes: Any) -> nn.Module:
     """A tiny model of theirs, every weight random."""
-    prefix, settings = TWINS[name]
+    return _random(*TWINS[name], changes)
+
+
+def dense_twin(name: str, **changes: Any) -> nn.Module:
+    """The same without experts."""
+    return _random(*DENSE_TWINS[name], changes)
+
+
+def _random(prefix: str, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> nn.Module:
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = getattr(transformers, f"{prefix}Config")(**settings | changes | options)
+    config = getattr(transformers, f"{prefix}Config")(**{**settings, **changes, **options})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
     with torch.no_grad():

@@ -7,6 +7,7 @@ from typing import Any
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import SOURCE_FOLDER
 from titan_moe.checkpoint.hf_folder import CONFIG_FILE, HuggingFaceError, read_config
+from titan_moe.checkpoint.hf_names.dense import dense_family
 from titan_moe.checkpoint.hf_names.families import family_for, family_of
 from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
 from titan_moe.checkpoint.hf_names.names import Fused, NotOnDisk
@@ -23,6 +24,9 @@ def described(model: ModelConfig, source: Path | None) -> tuple[Family, Values]:
         family = family_for(model)
         return family, with_parts_left_out(family.write(model), family, family.not_built.keys() - family.built)
     config = read_config(source)
+    if dense := dense_family(config):  # of which the model was upcycled
+        family, settings = family_for(model), dense.read(config)[1]
+        return family, {key: value for key, value in config.items() if key not in settings.used} | family.write(model)
     family = family_of(config)
     was, settings = family.read(config)
     if not same_model(model, was):

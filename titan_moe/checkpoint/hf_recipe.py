@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.checkpoint.hf_folder import HuggingFaceError, names_on_disk, read_config
-from titan_moe.checkpoint.hf_names.families import family_of
+from titan_moe.checkpoint.hf_names.dense import DENSE, dense_family
+from titan_moe.checkpoint.hf_names.families import family_for, family_of
 from titan_moe.checkpoint.hf_names.family import Family, Settings, flat
 from titan_moe.checkpoint.hf_names.names import NotOnDisk, prefixes_of_mtp
-from titan_moe.config.model import ModelConfig
+from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.schema import in_toml
 
 UNREAD = {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "use_cache"}
@@ -48,6 +49,44 @@ def recipe_text(folder: Path) -> str:
     Raises: HuggingFaceError for what is not built here.
     """
     family, model, settings = read_model(folder)
+    has_bias = not isinstance(family.names(model)["feed_forward.router.expert_bias_E"], NotOnDisk)
+    skipped = parts_not_built(family, settings.values)
+    load = [f"load_without = {in_toml(tuple(skipped))}"] if skipped else []
+    return _text(folder, family, model, settings, has_bias, [*load, "export_hf_at_end = true"])
+
+
+def upcycled_text(folder: Path, copies: int, granularity: int) -> str:
+    """A recipe that begins a MoE model with the weights of a dense one, as TOML. A token has two copies of each piece.
+
+    Raises: HuggingFaceError for a family that is none of the dense ones, or an MLP that cannot be cut so.
+    """
+    config = read_config(folder)
+    family = dense_family(config)
+    if family is None:
+        problem = f"--upcycle needs a dense model, of {', '.join(DENSE)}; config.json has model_type = "
+        raise HuggingFaceError(folder, [f"{problem}{config.get('model_type')!r}"])
+    try:
+        model, settings = family.read(config)
+    except ValueError as error:
+        raise HuggingFaceError(folder, [str(error)]) from error
+    width, rest = divmod(model.ffn_hidden_size, granularity)
+    if rest:
+        raise HuggingFaceError(folder, [f"--granularity {granularity} does not divide {model.ffn_hidden_size} units"])
+    moe = MoEConfig(copies * granularity, min(copies, 2) * granularity, width)
+    model = replace(model, moe=moe, ffn_hidden_size=0)
+    try:
+        family_for(model)
+        export = "export_hf_at_end = true"
+    except ValueError:
+        export = "# no family of Hugging Face has words for this model, so it is not exported"
+    upcycle = ["", "[checkpoint.upcycle]", f"granularity = {granularity}"]
+    return _text(folder, family, model, settings, False, [export, *upcycle])
+
+
+def _text(
+    folder: Path, family: Family, model: ModelConfig, settings: Settings, has_bias: bool, of_checkpoint: list[str]
+) -> str:
+    """`has_bias` is whether a family has a place for the bias that balances; `of_checkpoint` follows `load_from`."""
     values, defaults = flat(model), flat(ModelConfig())
     lines = [f"# From config.json of {folder.name}, of the family {family.model_type}."]
     if settings.assumed:
@@ -61,13 +100,10 @@ def recipe_text(folder: Path) -> str:
     for section in ("attention", "moe", "mtp"):
         if (of_section := _section(values, defaults, f"{section}.")) or section != "mtp":
             lines += ["", f"[model.{section}]", *of_section]
-    has_bias = not isinstance(family.names(model)["feed_forward.router.expert_bias_E"], NotOnDisk)
     balance = "bias_update_speed, aux_loss_coef" if has_bias else "aux_loss_coef"
     lines += [f"# nothing balances the experts' load; to do so set {balance}"]
     lines += ["", "[checkpoint]", f"load_from = {in_toml(f'hf:{folder}')}"]
-    if skipped := parts_not_built(family, settings.values):
-        lines += [f"load_without = {in_toml(tuple(skipped))}"]
-    lines += ["export_hf_at_end = true"]
+    lines += of_checkpoint
     if any(folder.glob("tokenizer*")):
         lines += ["", "[data]", f"tokenizer = {in_toml(str(folder))}"]
     return "\n".join(lines) + "\n"

@@ -269,6 +269,8 @@ SPELLINGS = {
     "checkpoint.keep_latest": "save_total_limit keep_latest_k",
     "checkpoint.is_async": "async_save async_mode",
     "checkpoint.export_hf_at_end": "last_save_in_hf",
+    "checkpoint.upcycle.granularity": "moe_upcycling_granularity",
+    "checkpoint.upcycle.granularity (true -> 1 or moe_upcycling_granularity)": "moe_use_upcycling",
     "checkpoint.load_from": "initial_load_path pretrained_checkpoint",
     "checkpoint.load_from (to resume keep run.folder)": "load load_path load_checkpoint_path",
     "metrics.every_steps": "log_interval logging_steps log_freq log_every_n_steps steps_per_print log_every",

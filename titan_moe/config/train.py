@@ -10,6 +10,7 @@ from titan_moe.config.mixture import MixtureSource
 from titan_moe.config.muon import MuonConfig
 from titan_moe.config.parameter_groups import ParameterGroup
 from titan_moe.config.schema import OneOf, Table
+from titan_moe.config.upcycle import UpcycleConfig
 
 SAMPLE_PROMPT_TOKENS = 64
 """Length of the held-out prompt for `metrics.sample_tokens`."""
@@ -329,6 +330,8 @@ class CheckpointConfig:
     """Checkpoint folder (`.../step-100`) with the initial weights of a run whose folder has no checkpoint, or `hf:` and
     the folder of a Hugging Face checkpoint, such as `hf:models/Qwen3-30B-A3B`. Each rank reads its own slices. The step
     count starts at 0. `titan-moe recipe FOLDER` writes the `[model]` of such a checkpoint."""
+    upcycle: UpcycleConfig = field(default_factory=UpcycleConfig)
+    """Experts from the MLPs of a dense checkpoint in `load_from`."""
     load_without: tuple[str, ...] = ()
     """Parts of a Hugging Face checkpoint in `load_from` that are left out because `[model]` lacks them, such as
     `["mtp"]`; without this they are refused by name. Exports list them."""

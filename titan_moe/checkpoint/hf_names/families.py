@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from titan_moe.checkpoint.hf_names import names
+from titan_moe.checkpoint.hf_names.dense import dense_family
 from titan_moe.checkpoint.hf_names.ernie import ERNIE4_5_MOE
 from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
 from titan_moe.checkpoint.hf_names.gpt_oss import GPT_OSS
@@ -201,6 +202,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     classes = config.get("architectures") or []
     by_class = [family for family in FAMILIES.values() if family.architecture in classes]
     found = by_class[0] if by_class else FAMILIES.get(config.get("model_type", ""))
+    if found is None and (dense := dense_family(config)):
+        raise ValueError(
+            f"config.json is of {dense.model_type}, a dense model; it can begin a MoE model with "
+            "checkpoint.upcycle.granularity, in a recipe that `titan-moe recipe FOLDER --upcycle 8` writes"
+        )
     if found is None and (block := OTHER_BLOCKS.get(str(config.get("model_type", "")).removesuffix("_text"))):
         raise ValueError(f"model_type = {config['model_type']!r} in config.json has {block}, which is not built here")
     if found is None:

@@ -70,3 +70,5 @@ BEFORE_LAYER = by_types(_before_layer, is_optional=True)
 """Qwen2-MoE: windows in every second layer before the `max_window_layers`-th."""
 FROM_LAYER = by_types(_from_layer)
 """dots1: windows from the `max_window_layers`-th layer on."""
+FROM_LAYER_IF_USED = by_types(_from_layer, is_optional=True)
+"""Qwen3 without experts: the same, where `use_sliding_window` is true."""

@@ -23,6 +23,7 @@ from titan_moe.config.rules.run import RUN_RULES
 from titan_moe.config.rules.schedule import SCHEDULE_RULES
 from titan_moe.config.rules.tensor import TENSOR_RULES
 from titan_moe.config.rules.trainable import TRAINABLE_RULES
+from titan_moe.config.rules.upcycle import UPCYCLE_RULES
 
 __all__ = ["RULES", "Rule", "check_rules", "ranks_of", "rules_of"]
 
@@ -41,6 +42,7 @@ RULES: list[Rule] = [
     *PRECISION_RULES,
     *TRAINABLE_RULES,
     *ADAPTER_RULES,
+    *UPCYCLE_RULES,
     *RUN_RULES,
     *SCHEDULE_RULES,
     *MIXTURE_RULES,

@@ -116,6 +116,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
     },
     "validation": {"every_steps": ZERO_OR_MORE, "num_sequences": POSITIVE},
     "checkpoint": {"every_steps keep_latest keep_every_steps": ZERO_OR_MORE},
+    "checkpoint.upcycle": {"granularity noise_std": ZERO_OR_MORE},
     "metrics": {"every_steps": POSITIVE, "sample_tokens sample_temperature": ZERO_OR_MORE},
     "profile": {"start_step": ZERO_OR_MORE, "num_steps": Range(1, 100)},
 }

@@ -1,0 +1,123 @@
+"""A dense model of transformers begins a MoE model: the first logits are its own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hf_twins import DENSE_TWINS, dense_twin
+
+from titan_moe.checkpoint.hf import load_hf, save_hf
+from titan_moe.checkpoint.hf_folder import HuggingFaceError
+from titan_moe.checkpoint.hf_names.dense import DENSE
+from titan_moe.checkpoint.hf_recipe import read_model, upcycled_text
+from titan_moe.checkpoint.upcycle import Upcycling
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.parse import load_recipe
+from titan_moe.models.transformer import Transformer
+
+MOES = {
+    "whole": (MoEConfig(5, 3, 42), 1),
+    "pieces": (MoEConfig(15, 6, 14), 3),
+    "sigmoid": (MoEConfig(12, 6, 14, score_fn="sigmoid", route_scale=2.5, num_groups=4, top_k_groups=3), 3),
+    "shared": (MoEConfig(8, 4, 16, shared_ffn_hidden_size=10), 2),
+}
+
+
+def upcycled(folder: Path, model: ModelConfig, how: Upcycling) -> Transformer:
+    ours = Transformer(model, kernels=Kernels(experts="reference"))
+    for tensor in ours.state_dict().values():
+        tensor.fill_(torch.nan)
+    load_hf(ours, folder, upcycling=how)
+    return ours
+
+
+def dense_model(folder: Path, moe: MoEConfig, **kinds: Any) -> ModelConfig:
+    config = json.loads((folder / "config.json").read_text())
+    model = DENSE[config["model_type"]].read(config)[0]
+    return replace(model, moe=moe, **kinds)
+
+
+@pytest.mark.parametrize("name", DENSE_TWINS)
+def test_first_logits_are_those_of_the_dense_model(name: str, tmp_path: Path) -> None:
+    theirs = dense_twin(name)
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    tokens, labels = torch.randint(61, (2, 2, 40)).unbind()
+    expected = theirs(tokens).logits
+    for kind, (moe, granularity) in MOES.items():
+        kinds = {"moe_every": 2} if kind == "pieces" else {}
+        ours = upcycled(tmp_path, dense_model(tmp_path, moe, **kinds), Upcycling(granularity, seed=1))
+        assert (ours(tokens) - expected).abs().max() <= 1e-5 * expected.abs().max(), kind
+        router = dict(ours.named_parameters())["layers.1.feed_forward.router.weight"]
+        of_groups = router.unflatten(0, (-1, granularity))
+        assert torch.equal(of_groups[:, :1].expand_as(of_groups), of_groups)
+        assert len(of_groups[:, 0].unique(dim=0)) == len(of_groups)
+        losses = []
+        optimizer = torch.optim.AdamW(ours.parameters(), lr=3e-3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = ours(tokens, labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses == sorted(losses, reverse=True), kind
+        assert router.grad is not None
+        assert router.grad.any()
+
+
+def test_noise_tells_copies_apart(tmp_path: Path) -> None:
+    dense_twin("llama").save_pretrained(tmp_path)
+    model = dense_model(tmp_path, MoEConfig(4, 2, 21))
+    plain, noisy, again = (
+        upcycled(tmp_path, model, Upcycling(2, noise_std, seed=1)).state_dict() for noise_std in (0.0, 0.02, 0.02)
+    )
+    for name, tensor in plain.items():
+        assert torch.equal(noisy[name], again[name])
+        difference = noisy[name] - tensor
+        if ".experts." not in name:
+            assert not difference.any()
+            continue
+        assert difference.std().item() == pytest.approx(0.02, rel=0.1)
+        assert torch.equal(tensor[0], tensor[2])
+        assert not torch.equal(noisy[name][0], noisy[name][2])
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    dense_twin("llama").save_pretrained(tmp_path / "dense")
+    model = dense_model(tmp_path / "dense", MoEConfig(4, 2, 20))
+    with pytest.raises(HuggingFaceError, match="dense MLP has 42 hidden units.*ffn_hidden_size = 20 have 40"):
+        upcycled(tmp_path / "dense", model, Upcycling(2))
+    with pytest.raises(HuggingFaceError, match=r"is of llama, a dense model.*checkpoint\.upcycle\.granularity"):
+        read_model(tmp_path / "dense")
+    with pytest.raises(HuggingFaceError, match="granularity 4 does not divide 42 units"):
+        upcycled_text(tmp_path / "dense", 8, 4)
+    moe = Transformer(ModelConfig(moe=MoEConfig(4, 2, 20)))
+    save_hf(moe, tmp_path / "moe")
+    with pytest.raises(HuggingFaceError, match="dense families are qwen3, llama, mistral"):
+        load_hf(moe, tmp_path / "moe", upcycling=Upcycling())
+    with pytest.raises(HuggingFaceError, match="--upcycle needs a dense model"):
+        upcycled_text(tmp_path / "moe", 8, 1)
+
+
+@pytest.mark.parametrize(("name", "exported"), [("qwen3", "qwen3_moe"), ("llama", "mixtral"), ("mistral", "mixtral")])
+def test_a_recipe_is_written_and_its_model_goes_out(name: str, exported: str, tmp_path: Path) -> None:
+    theirs = dense_twin(name, **{"use_sliding_window": False} if name == "qwen3" else {})
+    theirs.save_pretrained(tmp_path / "dense")
+    path = tmp_path / "upcycled.toml"
+    path.write_text(upcycled_text(tmp_path / "dense", 4, 2))
+    recipe = load_recipe(path)
+    assert (recipe.model.moe.num_experts, recipe.model.moe.top_k, recipe.model.moe.ffn_hidden_size) == (8, 4, 21)
+    assert recipe.checkpoint.upcycle.granularity == 2
+    assert recipe.checkpoint.export_hf_at_end
+    ours = upcycled(tmp_path / "dense", recipe.model, Upcycling(2))
+    save_hf(ours, tmp_path / "moe", source=tmp_path / "dense")
+    family, again, _ = read_model(tmp_path / "moe")
+    assert family.model_type == exported
+    assert again.moe == recipe.model.moe
+    tokens = torch.arange(40)[None]
+    other = Transformer(again, kernels=Kernels(experts="reference"))
+    load_hf(other, tmp_path / "moe")
+    assert (other(tokens) - theirs(tokens).logits).abs().max() <= 1e-4 * theirs(tokens).logits.abs().max()
