@@ -19,7 +19,12 @@ from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.checkpoint.hf_names.families import family_for
 from titan_moe.checkpoint.hf_stream import hf_weights
 from titan_moe.checkpoint.hf_weights import pieces_of, weights_of
+from titan_moe.checkpoint.masters import MasterState
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.precision import PrecisionConfig
+from titan_moe.layers.init import init_weights
 from titan_moe.models.transformer import Transformer
+from titan_moe.parallel import masters
 
 safetensors = pytest.importorskip("safetensors.torch")
 STEPS, ALL_STEPS_OF = 20, "deepseek_v3"
@@ -324,3 +329,16 @@ def test_weights_in_fp8_are_multiplied_by_the_scales_of_their_blocks(
     safetensors.save_file(tensors, source / "model.safetensors")
     with pytest.raises(HuggingFaceError, match="without scales: model.layers.0.mlp.up_proj.weight"):
         load_hf(ours, source)
+
+
+def test_split_masters_are_what_was_on_disk(tmp_path: Path) -> None:
+    model = ModelConfig(moe=MoEConfig(4, 2, 64))
+    source, ours = Transformer(model), Transformer(model).bfloat16()
+    init_weights(source, 0, 0.02, 2)
+    save_hf(source, tmp_path, torch.bfloat16)
+    masters.apply(ours, PrecisionConfig(master="fp32_split"))
+    init_weights(ours, 1, 0.02, 2)
+    load_hf(ours, tmp_path)
+    state = MasterState([ours]).state_dict()
+    for name, parameter in source.named_parameters():
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], parameter.bfloat16().float()), name

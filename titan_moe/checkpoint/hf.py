@@ -37,7 +37,7 @@ from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.storage import ChunkedTensor, PlainSavePlanner, load_slices, no_rows
 from titan_moe.checkpoint.upcycle import Upcycling, different, family_to_upcycle, load_experts, on_disk, parts_of
 from titan_moe.kernels.optim.split_master import store_split
-from titan_moe.parameters import Chunk, factors_of, fused_rows, local_chunks, remainder_of
+from titan_moe.parameters import Chunk, factors_of, fused_rows, local, local_chunks, remainder_of
 
 SLICES = "slices"
 """Folder in an unfinished export, with what each rank has."""
@@ -79,13 +79,21 @@ def load_hf(
         if differences:
             logger.warning("the model differs from %s: %s", path, "; ".join(differences))
         with torch.no_grad():
-            for tensor in weights.not_on_disk(family).values():
+            for tensor in (*weights.not_on_disk(family).values(), *_remainders(model, weights.tensors)):
                 tensor.zero_()
             reader = reader_of(source, own)
             agree(partial(_load_pieces, weights, own, reader), path, group)
             if upcycling is not None:
                 agree(partial(load_experts, weights, experts, upcycling, reader), path, group)
     return skipped
+
+
+def _remainders(model: Model, names: Collection[str]) -> Iterator[Tensor]:
+    """This rank's remainders of split masters of these names, which are those of initial weights until they are 0."""
+    for part in [model] if isinstance(model, nn.Module) else model:
+        for name, parameter in part.named_parameters():
+            if name in names and (remainder := remainder_of(parameter)) is not None:
+                yield local(remainder)
 
 
 def _load_pieces(weights: Weights, own: Sequence[Piece], reader: FileSystemReader) -> None:
