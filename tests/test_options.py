@@ -283,6 +283,7 @@ KEPT = {
     "checkpoint.accept_changed_data": "a run goes on when its data has grown",
     "checkpoint.load_from": "training goes on from another run's weights",
     "checkpoint.load_without": "a checkpoint has layers that are not built here",
+    "checkpoint.upcycle.noise_std": "copies of an MLP may differ from the start, as arXiv:2212.05055 compares",
     "checkpoint.saves_frozen": "an adapter of 1 GB needs no 60 GB of base beside it in every checkpoint",
     "checkpoint.load_adapter": "an adapter of PEFT trains on",
     "checkpoint.export_adapter_at_end": "an adapter is served beside its base",

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from titan_moe.config.train import (
         ValidationConfig as ValidationConfig,
     )
+    from titan_moe.config.upcycle import UpcycleConfig as UpcycleConfig
     from titan_moe.dispatch import (
         AllGatherDispatcher as AllGatherDispatcher,
     )
@@ -180,6 +181,7 @@ _MODULES = {
     "TopKRouter": "titan_moe.layers.router",
     "TrainConfig": "titan_moe.config.train",
     "Transformer": "titan_moe.models.transformer",
+    "UpcycleConfig": "titan_moe.config.upcycle",
     "ValidationConfig": "titan_moe.config.train",
     "apply_expert_parallel": "titan_moe.parallel.expert",
     "check": "titan_moe.entry",

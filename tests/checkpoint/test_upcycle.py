@@ -13,10 +13,11 @@ from titan_moe.checkpoint.hf import load_hf, save_hf
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.checkpoint.hf_names.dense import DENSE
 from titan_moe.checkpoint.hf_recipe import read_model, upcycled_text
-from titan_moe.checkpoint.upcycle import Upcycling
+from titan_moe.cli import main
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parse import load_recipe
+from titan_moe.config.upcycle import UpcycleConfig
 from titan_moe.models.transformer import Transformer
 
 MOES = {
@@ -27,11 +28,11 @@ MOES = {
 }
 
 
-def upcycled(folder: Path, model: ModelConfig, how: Upcycling) -> Transformer:
+def upcycled(folder: Path, model: ModelConfig, how: UpcycleConfig) -> Transformer:
     ours = Transformer(model, kernels=Kernels(experts="reference"))
     for tensor in ours.state_dict().values():
         tensor.fill_(torch.nan)
-    load_hf(ours, folder, upcycling=how)
+    load_hf(ours, folder, upcycle=how, seed=1)
     return ours
 
 
@@ -49,7 +50,7 @@ def test_first_logits_are_those_of_the_dense_model(name: str, tmp_path: Path) ->
     expected = theirs(tokens).logits
     for kind, (moe, granularity) in MOES.items():
         kinds = {"moe_every": 2} if kind == "pieces" else {}
-        ours = upcycled(tmp_path, dense_model(tmp_path, moe, **kinds), Upcycling(granularity, seed=1))
+        ours = upcycled(tmp_path, dense_model(tmp_path, moe, **kinds), UpcycleConfig(granularity))
         assert (ours(tokens) - expected).abs().max() <= 1e-5 * expected.abs().max(), kind
         router = dict(ours.named_parameters())["layers.1.feed_forward.router.weight"]
         of_groups = router.unflatten(0, (-1, granularity))
@@ -72,7 +73,7 @@ def test_noise_tells_copies_apart(tmp_path: Path) -> None:
     dense_twin("llama").save_pretrained(tmp_path)
     model = dense_model(tmp_path, MoEConfig(4, 2, 21))
     plain, noisy, again = (
-        upcycled(tmp_path, model, Upcycling(2, noise_std, seed=1)).state_dict() for noise_std in (0.0, 0.02, 0.02)
+        upcycled(tmp_path, model, UpcycleConfig(2, noise_std)).state_dict() for noise_std in (0.0, 0.02, 0.02)
     )
     for name, tensor in plain.items():
         assert torch.equal(noisy[name], again[name])
@@ -89,7 +90,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     dense_twin("llama").save_pretrained(tmp_path / "dense")
     model = dense_model(tmp_path / "dense", MoEConfig(4, 2, 20))
     with pytest.raises(HuggingFaceError, match="dense MLP has 42 hidden units.*ffn_hidden_size = 20 have 40"):
-        upcycled(tmp_path / "dense", model, Upcycling(2))
+        upcycled(tmp_path / "dense", model, UpcycleConfig(2))
     with pytest.raises(HuggingFaceError, match=r"is of llama, a dense model.*checkpoint\.upcycle\.granularity"):
         read_model(tmp_path / "dense")
     with pytest.raises(HuggingFaceError, match="granularity 4 does not divide 42 units"):
@@ -97,7 +98,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     moe = Transformer(ModelConfig(moe=MoEConfig(4, 2, 20)))
     save_hf(moe, tmp_path / "moe")
     with pytest.raises(HuggingFaceError, match="dense families are qwen3, llama, mistral"):
-        load_hf(moe, tmp_path / "moe", upcycling=Upcycling())
+        load_hf(moe, tmp_path / "moe", upcycle=UpcycleConfig(1))
     with pytest.raises(HuggingFaceError, match="--upcycle needs a dense model"):
         upcycled_text(tmp_path / "moe", 8, 1)
 
@@ -112,7 +113,7 @@ def test_a_recipe_is_written_and_its_model_goes_out(name: str, exported: str, tm
     assert (recipe.model.moe.num_experts, recipe.model.moe.top_k, recipe.model.moe.ffn_hidden_size) == (8, 4, 21)
     assert recipe.checkpoint.upcycle.granularity == 2
     assert recipe.checkpoint.export_hf_at_end
-    ours = upcycled(tmp_path / "dense", recipe.model, Upcycling(2))
+    ours = upcycled(tmp_path / "dense", recipe.model, UpcycleConfig(2))
     save_hf(ours, tmp_path / "moe", source=tmp_path / "dense")
     family, again, _ = read_model(tmp_path / "moe")
     assert family.model_type == exported
@@ -121,3 +122,17 @@ def test_a_recipe_is_written_and_its_model_goes_out(name: str, exported: str, tm
     other = Transformer(again, kernels=Kernels(experts="reference"))
     load_hf(other, tmp_path / "moe")
     assert (other(tokens) - theirs(tokens).logits).abs().max() <= 1e-4 * theirs(tokens).logits.abs().max()
+
+
+def test_the_command_line_writes_such_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], **DENSE_TWINS["mistral"][1]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["recipe", str(tmp_path), "--upcycle", "8", "--granularity", "3"]) == 0
+    assert "granularity = 3" in capsys.readouterr().out
+    for words, said in (
+        (["--upcycle", "8"], "needs the HF_FOLDER"),
+        ([str(tmp_path), "--granularity", "2"], "--upcycle"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["recipe", *words])
+        assert said in capsys.readouterr().err

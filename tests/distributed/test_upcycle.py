@@ -14,13 +14,13 @@ from titan_moe.checkpoint.hf import load_hf
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.checkpoint.hf_names.dense import DENSE
 from titan_moe.checkpoint.hf_weights import pieces_of
-from titan_moe.checkpoint.upcycle import Upcycling
 from titan_moe.config import Recipe
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.config.upcycle import UpcycleConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import build_meshes
@@ -30,7 +30,7 @@ from titan_moe.training.build import build_on_meta, build_parts
 
 EVEN = {"hidden_size": 72, "num_attention_heads": 12, "num_key_value_heads": 6, "vocab_size": 62, "head_dim": 6}
 MOE = MoEConfig(12, 6, 12, shared_ffn_hidden_size=6)
-HOW = Upcycling(3, noise_std=0.1, seed=5)
+HOW = UpcycleConfig(3, noise_std=0.1)
 EP2 = ParallelConfig(ep=2, dispatcher="alltoall")
 LAYOUTS = [replace(EP2, tp=2), replace(EP2, pp=2), replace(EP2, etp=2), ParallelConfig()]
 
@@ -48,13 +48,13 @@ def load_under(layouts: list[ParallelConfig], model: ModelConfig, source: Path, 
         meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
         resolved = Resolved(recipe, meshes.sizes.world)
         parts = build_parts(build_on_meta(recipe), resolved, meshes, torch.device("cpu"), ExpertCapacity())
-        load_hf(parts, source, upcycling=HOW)
+        load_hf(parts, source, upcycle=HOW, seed=5)
         for part in parts:
             rows = fused_rows(part)
             for name, tensor in part.state_dict().items():
                 assert torch.equal(full_tensor(tensor, rows.get(name, ())), expected[name]), name
     with pytest.raises(HuggingFaceError, match="42 hidden units"):  # on all ranks, or one would wait
-        load_hf(parts, source, upcycling=HOW._replace(granularity=2))
+        load_hf(parts, source, upcycle=replace(HOW, granularity=2))
 
 
 @pytest.mark.few("qwen3")
@@ -71,6 +71,6 @@ def test_any_layout_begins_with_the_same_weights(name: str, ranks, tmp_path: Pat
     whole = Transformer(model, kernels=Kernels(experts="reference"))
     for tensor in whole.state_dict().values():
         tensor.fill_(torch.nan)
-    load_hf(whole, tmp_path, upcycling=HOW)
+    load_hf(whole, tmp_path, upcycle=HOW, seed=5)
     assert all(tensor.isfinite().all() for tensor in whole.state_dict().values())
     ranks(4, load_under, LAYOUTS, model, tmp_path, whole.state_dict())

@@ -29,7 +29,6 @@ from titan_moe.checkpoint.merged import factor_names, frozen_names
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.read import read_fitting, verified
 from titan_moe.checkpoint.rng import RngState
-from titan_moe.checkpoint.upcycle import Upcycling
 from titan_moe.checkpoint.weights import saved_shapes, weight_of
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.resume import compare, flatten
@@ -145,9 +144,8 @@ class Checkpointer:
         """Load the weights of `checkpoint.load_from`."""
         if self.config.load_from.startswith(HUGGING_FACE):
             folder = self._hugging_face_folder()
-            how, seed = self.config.upcycle, self.recipe.run.seed
-            upcycling = Upcycling(how.granularity, how.noise_std, seed) if how.granularity else None
-            skipped = load_hf(self.model_parts, folder, self.config.load_without, upcycling)
+            wanted = self.config
+            skipped = load_hf(self.model_parts, folder, wanted.load_without, wanted.upcycle, self.recipe.run.seed)
             self._keep_source(folder, skipped)
         elif self.config.load_from:
             folder = Path(self.config.load_from).expanduser().absolute()

@@ -35,7 +35,8 @@ from titan_moe.checkpoint.hf_weights import Model, Weights, not_zero, pieces_of,
 from titan_moe.checkpoint.peft import AdapterFolder
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.storage import ChunkedTensor, PlainSavePlanner, load_slices, no_rows
-from titan_moe.checkpoint.upcycle import Upcycling, different, family_to_upcycle, load_experts, on_disk, parts_of
+from titan_moe.checkpoint.upcycle import different, family_to_upcycle, load_experts, on_disk, parts_of
+from titan_moe.config.upcycle import NO_UPCYCLING, UpcycleConfig
 from titan_moe.kernels.optim.split_master import store_split
 from titan_moe.parameters import Chunk, factors_of, fused_rows, local, local_chunks, remainder_of
 
@@ -48,13 +49,17 @@ Result = TypeVar("Result")
 
 
 def load_hf(
-    model: Model, folder: str | Path, skip: Collection[str] = (), upcycling: Upcycling | None = None
+    model: Model,
+    folder: str | Path,
+    skip: Collection[str] = (),
+    upcycle: UpcycleConfig = NO_UPCYCLING,
+    seed: int = 0,
 ) -> dict[str, list[str]]:
     """Load the weights of a model, or of this rank's stages of one, from a Hugging Face checkpoint. Collective.
 
     Every tensor on disk and every tensor of the model is used exactly once. `skip` names parts that are left out, such
     as "mtp". Weights may be of any layout and dtype; blocks in fp8 and MXFP4 are multiplied by their scales. With
-    `upcycling` the checkpoint is of a dense model, whose MLPs become experts.
+    a granularity in `upcycle` the checkpoint is of a dense model, whose MLPs become experts; `seed` is that of routers.
 
     Returns: the names of what was left out, by part.
     Raises: HuggingFaceError that names all that does not fit, before anything is loaded.
@@ -64,13 +69,13 @@ def load_hf(
         weights = weights_of(model, group)
         source = on_first_rank(partial(read_folder, path), group)
         try:
-            family = family_of(source.config) if upcycling is None else family_to_upcycle(source.config)
+            family = family_to_upcycle(source.config) if upcycle.granularity else family_of(source.config)
             theirs = without_absent(family, family.read(source.config)[0], source.entries)
-            if upcycling is None:
-                experts, differences = [], same_model(weights.config, without_parts(family, theirs, skip))
+            if upcycle.granularity:
+                differences = different(weights.config, theirs, upcycle.granularity)
+                experts = parts_of(weights, upcycle.granularity)
             else:
-                differences = different(weights.config, theirs, upcycling.granularity)
-                experts = parts_of(weights, upcycling.granularity)
+                experts, differences = [], same_model(weights.config, without_parts(family, theirs, skip))
             own = source.stored(pieces_of(family, weights.config, weights.shapes))
         except ValueError as error:
             raise HuggingFaceError(path, [str(error)]) from error
@@ -83,8 +88,8 @@ def load_hf(
                 tensor.zero_()
             reader = reader_of(source, own)
             agree(partial(_load_pieces, weights, own, reader), path, group)
-            if upcycling is not None:
-                agree(partial(load_experts, weights, experts, upcycling, reader), path, group)
+            if upcycle.granularity:
+                agree(partial(load_experts, weights, experts, upcycle, seed, reader), path, group)
     return skipped
 
 

@@ -19,6 +19,7 @@ from titan_moe.checkpoint.hf_names.names import NotOnDisk, Piece, Shape, split_n
 from titan_moe.checkpoint.hf_weights import Weights, box_of
 from titan_moe.checkpoint.storage import ChunkedTensor, load_slices
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.upcycle import UpcycleConfig
 from titan_moe.parameters import Chunk, seed_of
 
 EXPERTS, SHARED = "feed_forward.experts", "feed_forward.shared_experts"
@@ -28,15 +29,6 @@ ROUTER = "feed_forward.router.weight"
 NOT_READ = {ROUTER: NotOnDisk(), "feed_forward.router.expert_bias_E": NotOnDisk()}
 NOT_READ |= dict.fromkeys((GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN), NotOnDisk())
 """What a dense checkpoint has no tensor of its own for."""
-
-
-class Upcycling(NamedTuple):
-    """How experts come from dense MLPs; `config.upcycle` explains the fields."""
-
-    granularity: int = 1
-    noise_std: float = 0.0
-    seed: int = 0
-    """Of routers and noise, which do not depend on the layout."""
 
 
 class Part(NamedTuple):
@@ -107,8 +99,10 @@ def on_disk(parts: Iterable[Part]) -> list[Piece]:
     return list({part.piece.name: part.piece for part in parts}.values())
 
 
-def load_experts(weights: Weights, parts: Iterable[Part], how: Upcycling, reader: FileSystemReader) -> None:
-    """Fill this rank's experts and routers."""
+def load_experts(
+    weights: Weights, parts: Iterable[Part], how: UpcycleConfig, seed: int, reader: FileSystemReader
+) -> None:
+    """Fill this rank's experts and routers. Routers and noise are those of the seed, under any layout."""
     chunks = weights.chunks()
     views: dict[tuple[str, Shape], list[Tensor]] = {}
     shapes: dict[str, Shape] = {}
@@ -129,26 +123,26 @@ def load_experts(weights: Weights, parts: Iterable[Part], how: Upcycling, reader
     for name, of_name in chunks.items():
         local = split_name(name)[1]
         if local == ROUTER:
-            _draw_router(of_name, name, weights, how)
+            _draw_router(of_name, name, weights, how, seed)
         if local == DOWN and scale != 1:
             for values, _ in of_name:
                 values.mul_(scale)
         if local in (GATE_UP, DOWN) and how.noise_std:
-            _add_noise(of_name, name, weights.shapes[name], how)
+            _add_noise(of_name, name, weights.shapes[name], how, seed)
 
 
-def _draw_router(chunks: Iterable[Chunk], name: str, weights: Weights, how: Upcycling) -> None:
+def _draw_router(chunks: Iterable[Chunk], name: str, weights: Weights, how: UpcycleConfig, seed: int) -> None:
     """Normal rows, one for each virtual group."""
     (num_experts, width), std = weights.shapes[name], weights.config.init_std
     for chunk in chunks:
-        drawn = _drawn((num_experts // how.granularity, width), f"{how.seed}/upcycle/{name}", std, chunk.values)
+        drawn = _drawn((num_experts // how.granularity, width), f"{seed}/upcycle/{name}", std, chunk.values)
         chunk.values.copy_(_slice(drawn.repeat_interleave(how.granularity, 0), chunk.offsets, chunk.values))
 
 
-def _add_noise(chunks: Iterable[Chunk], name: str, shape: Shape, how: Upcycling) -> None:
+def _add_noise(chunks: Iterable[Chunk], name: str, shape: Shape, how: UpcycleConfig, seed: int) -> None:
     for values, (first, *offsets) in chunks:
         for expert, of_expert in enumerate(values, start=first):
-            drawn = _drawn(shape[1:], f"{how.seed}/upcycle/{name}/{expert}", how.noise_std, values)
+            drawn = _drawn(shape[1:], f"{seed}/upcycle/{name}/{expert}", how.noise_std, values)
             of_expert.add_(_slice(drawn, offsets, of_expert))
 
 

@@ -70,6 +70,7 @@ EXPERIMENTAL = (
     ),
     Experimental("model.adapter.base", "fp8_blockwise", "not timed", lambda recipe: recipe.model.adapter.rank > 0),
     Experimental("model.mtp.repeats_layer", True, _ON_CPUS_ALONE, lambda recipe: recipe.model.mtp.num_depths > 1),
+    Experimental("checkpoint.upcycle.granularity", 1, _ON_CPUS_ALONE),
     Experimental("optim.kind", "muon", "not timed on several GPUs"),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),

@@ -21,3 +21,6 @@ class UpcycleConfig:
     noise_std: float = 0.0
     """Standard deviation of normal noise on the weights of routed experts, so that copies differ from the start; 0 adds
     none, and routers alone tell copies apart."""
+
+
+NO_UPCYCLING = UpcycleConfig()
