@@ -236,6 +236,19 @@ def test_cli_option_that_is_none_of_the_command_has_a_way_out(
     assert exited.value.code == 2 and capsys.readouterr().err.endswith(f"; {way_out}\n")
 
 
+def test_convert_writes_a_recipe_that_is_read_without_torch(tmp_path: Path) -> None:
+    job = tmp_path / "job.sh"
+    job.write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --bf16 --lr 1e-3")
+    result = run_cli("convert", str(job), "--nproc", "2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--nproc 2" in result.stdout
+    assert tomllib.loads(result.stdout)["model"]["moe"]["num_experts"] == 8
+    job.write_text("--num-layers four")
+    refused = run_cli("convert", str(job))
+    assert refused.returncode == EXIT_BAD_RECIPE
+    assert f'{job}: line 1: --num-layers: model.num_layers = "four" must be an integer' in refused.stderr
+
+
 def test_train_refuses_a_broken_recipe_at_once_and_without_torch() -> None:
     done = run_cli("train", QWEN3, "--nproc", "8", "--parallel.ep=6", "--train.global_batch_sequences=7")
     assert done.returncode == 2 and done.stdout == ""

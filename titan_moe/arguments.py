@@ -53,6 +53,11 @@ def command_line() -> argparse.ArgumentParser:
     printed.add_argument("--upcycle", type=_copies, metavar="COPIES", help=upcycle)
     granularity = "with --upcycle, cut each MLP into so many pieces, copies of which are the experts; default 1"
     printed.add_argument("--granularity", type=_copies, metavar="G", help=granularity)
+    purpose = "print the recipe of a job of torchtitan, Megatron-Core or Megatron-Bridge"
+    of_job = "torchtitan's TOML, a script or list of Megatron's arguments, or YAML or overrides of Bridge"
+    converted = verbs.add_parser("convert", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+    converted.add_argument("job", metavar="FILE", help=of_job)
+    converted.add_argument("--nproc", type=_ranks, metavar="N", help=planned)
     _add_conversions(verbs)
     _add_uses(verbs, launched)
     return parser

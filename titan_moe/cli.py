@@ -34,6 +34,7 @@ from titan_moe.entry import (
     plan,
     read_prompts,
     recipe_of_hf,
+    recipe_of_job,
     recipe_of_use,
     recipes_of_evaluation,
     written,
@@ -113,6 +114,10 @@ def _command(argv: Sequence[str]) -> int:
             of_folder = args.folder, args.upcycle, args.granularity
             with _closed_pipe_ignored():
                 print(recipe_of_hf(*of_folder) if args.folder else recipe_with_explanations())
+            return 0
+        if args.verb == "convert":
+            with _closed_pipe_ignored():
+                print(recipe_of_job(args.job, args.nproc), end="")
             return 0
         if args.verb == "average":
             _convert_here(args)

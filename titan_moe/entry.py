@@ -113,6 +113,17 @@ def recipe_of_hf(folder: str | Path, copies: int | None = None, granularity: int
     return recipe_text(path) if copies is None else upcycled_text(path, copies, granularity or 1)
 
 
+def recipe_of_job(job: str | Path, num_ranks: int | None = None) -> str:
+    """A recipe, as TOML, of a job of torchtitan, Megatron-Core or Megatron-Bridge, with a comment for what has no
+    counterpart. Does not import torch.
+
+    Raises: RecipeError with the lines of what contradicts itself or cannot be read.
+    """
+    from titan_moe.config.migrate.convert import recipe_of_job as convert
+
+    return convert(Path(job).expanduser(), num_ranks)
+
+
 def import_hf(folder: str | Path, checkpoint: str | Path, skip: Collection[str] = ()) -> dict[str, list[str]]:
     """Write the weights of a Hugging Face checkpoint as one that `checkpoint.load_from` takes, tensor by tensor.
 

@@ -189,7 +189,7 @@ SPELLINGS = {
     'precision.master (true -> "fp32_split")': "store_param_remainders split_master_weight_for_bf16",
     "precision.gradients": "main_grads_dtype",
     "precision.reduce": "mixed_precision_reduce grad_reduce_dtype",
-    'precision.reduce (true -> "fp32")': "accumulate_allreduce_grads_in_fp32",
+    'precision.reduce (true -> "fp32")': "accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32",
     'precision.reduce (true -> "bf16")': "grad_reduce_in_bf16",
     "precision.moments": "exp_avg_dtype exp_avg_sq_dtype",
     "precision.format": "fp8 fp8_recipe fp8_format fp4 fp4_recipe recipe_name",
@@ -276,7 +276,7 @@ SPELLINGS = {
     "metrics.every_steps": "log_interval logging_steps log_freq log_every_n_steps steps_per_print log_every",
     "metrics.tensorboard": "enable_tensorboard use_tensorboard report_to tensorboard_dir",
     "metrics.wandb": "enable_wandb use_wandb",
-    "metrics.wandb_name": "wandb_run_name",
+    "metrics.wandb_name": "wandb_run_name wandb_exp_name",
     "metrics.progress_bar (the opposite value)": "disable_tqdm",
     "profile.start_step": "profile_step_start enable_profiling use_pytorch_profiler profile_freq",
     "profile.num_steps": "profiler_active",
@@ -378,6 +378,8 @@ ABSENT = {
     "a run that gets SIGTERM saves, and goes on when it is started again": "exit_duration_in_mins exit_interval "
     "exit_signal_handler max_time",
     "the start of a run has no limit": "init_timeout_seconds",
+    "the vocabulary is not padded: model.vocab_size rows": "make_vocab_size_divisible_by",
+    "memory is collected when PyTorch does": "manual_gc manual_gc_interval gc_freq empty_unused_memory_level",
     "weight decay is constant": "start_weight_decay end_weight_decay weight_decay_incr_style",
 }
 """What to do instead -> names of other frameworks for which there is no field."""
