@@ -173,10 +173,19 @@ def test_a_name_without_counterpart_is_a_comment_with_what_to_take(tmp_path: Pat
     assert "(line 4): $WHAT is not in the file; set checkpoint.load_from yourself" in text
 
 
+def test_a_word_without_counterpart_takes_no_other_field_with_it(tmp_path: Path) -> None:
+    words = "--tensor-model-parallel-size 2 --moe-token-dispatcher-type magic --recompute-granularity selective "
+    text, recipe = converted(tmp_path, SMALL + words + "--recompute-modules moe_act magic --offload-modules magic")
+    assert (recipe.parallel.tp, recipe.memory.recompute, recipe.memory.offload) == (2, ("moe_act",), ())
+    for name in ("--moe-token-dispatcher-type", "--recompute-modules", "--offload-modules"):
+        assert f"#   {name} = " in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ("--num-layers 8", "line 2: --num-layers = 8, but line 1: --num-layers = 4; keep one of them"),
+        ("--ffn-hidden-size $H", "$H is not in the file; write its value"),
         ("--hidden-size $H", "line 2: --hidden-size = \"$H\": $H is not in the file; write its value"),
         ("--moe-router-topk two", 'line 2: --moe-router-topk: model.moe.top_k = "two" must be an integer'),
         ("--fp16", "line 2: --fp16 = true must be left out beside line 1: --bf16"),

@@ -90,3 +90,5 @@ FLAVORS: Mapping[tuple[str, str], Mapping[str, Any]] = {
 """By `model.name` and `model.flavor`. Contexts beyond 4,096 tokens are extended with YaRN there."""
 YARN_FROM_TOKENS = 4096
 """The context of DeepSeek's flavors that torchtitan extends, by a factor of 40."""
+SMALL_FLAVORS, SMALL_MSCALE = ("debugmodel", "debugmodel_flex_attn", "16B"), 0.7
+"""Those of DeepSeek whose scale of the softmax grows less with it."""

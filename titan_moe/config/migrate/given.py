@@ -42,7 +42,11 @@ class Unreadable(Exception):
 
 
 class NoCounterpart(Exception):
-    """A value that no field of ours can have, and why or what to take."""
+    """A value that no field of ours can have, and why or what to take. Fields that others of a row give still hold."""
+
+    def __init__(self, reason: str, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.values = values or {}
 
 
 class Noted(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_moe.config.migrate.arithmetic import NotArithmetic, evaluate
-from titan_moe.config.migrate.flavors import FLAVORS, YARN_FROM_TOKENS
+from titan_moe.config.migrate.flavors import FLAVORS, SMALL_FLAVORS, SMALL_MSCALE, YARN_FROM_TOKENS
 from titan_moe.config.migrate.given import Given, NoCounterpart, Row, Unreadable
 
 MAX_LAYERS = 10_000
@@ -22,9 +22,12 @@ def _flavor(given: Given) -> Mapping[str, Any]:
         of_name = [known for model, known in FLAVORS if model == name]
         others = f"flavors of {name} are {', '.join(of_name)}" if of_name else "models are qwen3 and deepseek_v3"
         raise NoCounterpart(f"the shape of {name} {flavor} is not known here; {others}. Write the shape into [model]")
-    yarn = {}
+    yarn: dict[str, Any] = {}
     if name == "deepseek_v3" and given.whole("train.seq_len_tokens", 2048) > YARN_FROM_TOKENS:
-        yarn = {"model.attention.yarn_factor": 40.0, "model.attention.yarn_original_tokens": YARN_FROM_TOKENS}
+        scale = SMALL_MSCALE if flavor in SMALL_FLAVORS else 1.0  # of the softmax alone
+        yarn = {"yarn_factor": 40.0, "yarn_original_tokens": YARN_FROM_TOKENS}
+        yarn |= {"yarn_mscale": scale, "yarn_mscale_all_dim": scale}
+        yarn = {f"model.attention.{name}": value for name, value in yarn.items()}
     return {"model.name": f"{name}_{flavor.lower()}".replace("-", "_"), **FLAVORS[name, flavor], **yarn}
 
 

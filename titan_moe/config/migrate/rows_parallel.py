@@ -63,7 +63,7 @@ def _experts(given: Given) -> Mapping[str, Any]:
     named = given.word("moe_token_dispatcher_type", given.word("expert_parallel_comm_backend", "alltoall"))
     named = "deepep" if given.flag("moe_enable_deepep") else named
     if named not in DISPATCHERS:
-        raise NoCounterpart(f"parallel.dispatcher has no {named}; {', '.join(DISPATCHERS)} are known of others")
+        raise NoCounterpart(f"parallel.dispatcher has no {named}; {', '.join(DISPATCHERS)} are known of others", values)
     dispatcher = DISPATCHERS[named] if of["ep"] > 1 else "local"
     if of["ep"] * of["etp"] > RANKS_OF_A_NODE:
         dispatcher = BETWEEN_NODES.get(dispatcher, dispatcher)
@@ -154,7 +154,7 @@ def _uneven_layout(given: Given, pp: int, vpp: int, num_layers: int) -> str:
         if name in given
     )
     if vpp > 1:
-        raise NoCounterpart("with several stages a rank write parallel.pp_layout")
+        raise Unreadable(given[named], "left out with several stages a rank; write a layout of all")
     between = pp - sum(map(bool, ends))
     rest = num_layers - sum(ends)
     if rest < 0 or (between and rest % between) or (not between and rest):
@@ -202,9 +202,11 @@ def _recompute(given: Given) -> Mapping[str, Any]:
         raise NoCounterpart("memory.recompute takes names of parts, such as block and attention")
     named = given.words("recompute_modules", ("core_attn",))
     ours = {word: part for part, row in RECOMPUTABLE.items() for word in (*row.other_names, part)}
+    known = list(dict.fromkeys(ours[name] for name in named if name in ours))
+    values = {"memory.recompute": known} if known else {}
     if unknown := [name for name in named if name not in ours]:
-        raise NoCounterpart(f"no part here is {unknown[0]}; parts are {', '.join(RECOMPUTABLE)}")
-    return {"memory.recompute": list(dict.fromkeys(ours[name] for name in named))}
+        raise NoCounterpart(f"no part here is {', '.join(unknown)}; parts are {', '.join(RECOMPUTABLE)}", values)
+    return values
 
 
 CHECKPOINTED = {"none": "none", "full": "block", "memory_budget": "auto"}
@@ -225,11 +227,13 @@ def _activation_checkpoint(given: Given) -> Mapping[str, Any]:
 def _offload(given: Given) -> Mapping[str, Any]:
     ours = {word: part for part, row in OFFLOADABLE.items() for word in (*row.other_names, part)}
     named = given.words("offload_modules")
+    known = list(dict.fromkeys(ours[name] for name in named if name in ours))
+    values = {"memory.offload": known} if known else {}
     if unknown := [name for name in named if name not in ours]:
         instead = RECOMPUTED_INSTEAD.get(unknown[0])
         way_out = f'memory.recompute = ["{instead}"] frees it' if instead else f"parts are {', '.join(OFFLOADABLE)}"
-        raise NoCounterpart(f"{unknown[0]} is not offloaded here; {way_out}")
-    return {"memory.offload": list(dict.fromkeys(ours[name] for name in named))} if named else {}
+        raise NoCounterpart(f"{unknown[0]} is not offloaded here; {way_out}", values)
+    return values
 
 
 def _cuda_graph(given: Given) -> Mapping[str, Any]:

@@ -104,7 +104,7 @@ def _converters(given: Given) -> Mapping[str, Any]:
         if converter in named:
             values["precision.experts"] = wanted
     if unknown := [name for name in named if name not in LINEARS and name not in EXPERTS]:
-        raise NoCounterpart(f"{unknown[0]} is not built here; take precision.format")
+        raise NoCounterpart(f"{', '.join(unknown)}: not built here; take precision.format", values)
     return values
 
 
@@ -136,7 +136,7 @@ def _optimizer(given: Given) -> Mapping[str, Any]:
     if moments:
         values["precision.moments"] = sorted(moments)[0]
         if len(moments) > 1:
-            raise NoCounterpart(f"both moments have one dtype here; take precision.moments = {sorted(moments)[0]}")
+            values["precision.moments"] = Noted(sorted(moments)[0], "both moments have one dtype here")
     if "main_grads_dtype" in given:
         values["precision.gradients"] = _dtype(given, "main_grads_dtype")
     if "main_params_dtype" in given and _dtype(given, "main_params_dtype") != "fp32":

@@ -65,12 +65,14 @@ def _given(dialect: str, entries: Iterable[Entry], num_ranks: int | None, result
         before = by_name.get(entry.name)
         key = answer_of(entry.name).partition(" ")[0]
         if entry.unknown:
-            if key.startswith(MATTERS):
+            if key.startswith(MATTERS) or (not key and entry.name in OWNED):
                 words = f"{entry.place} = {shown(entry.value)}: {entry.unknown} is not in the file; write its value"
                 result.problems.append(words)
             else:
                 result.without.append((entry, f"{entry.unknown} is not in the file; set {key or 'it'} yourself"))
-        elif before is not None and before.value != entry.value and _matters(entry):
+        elif before is not None and entry.value is None:
+            continue
+        elif before is not None and before.value not in (None, entry.value) and _matters(entry):
             words = (
                 f"{entry.place} = {shown(entry.value)}, but {before.place} = {shown(before.value)}; keep one of them"
             )
@@ -103,8 +105,8 @@ def _by_row(row: Row, given: Given, entries: list[Entry], result: Translation) -
         result.problems.append(str(error))
         return
     except NoCounterpart as reason:
-        result.without += [(entry, str(reason)) for entry in entries if entry.line or not answer_of(entry.name)][:1]
-        return
+        values, said = reason.values, [entry for entry in entries if entry.line]
+        result.without += [(entry, str(reason)) for entry in said or entries[:1]]
     for key, value in values.items():
         noted = value if isinstance(value, Noted) else Noted(value, "")
         namesakes = [entry for entry in entries if answer_of(entry.name).partition(" ")[0] == key]
