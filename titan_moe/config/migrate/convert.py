@@ -101,18 +101,18 @@ def _wrapped(text: str) -> Iterator[str]:
 
 
 def _sections(translation: Translation) -> Iterator[str]:
-    section = None
+    """Each section with its fields, which may be behind an inner section in the schema."""
+    lines: dict[str, list[str]] = {}
     for key in all_keys(Recipe).values():
         found = translation.fields.get(key.dotted)
-        if found is None or (_is_default(found) and found.value == key.default):
-            continue
-        of_key = key.dotted.rpartition(".")[0]
-        if of_key != section:
-            yield from ("", f"[{of_key}]")
-            section = of_key
-        written = f"{key.name} = {in_toml(found.value)}"
-        comment = _source(found)
-        yield f"{written:<{COLUMN}}{comment}" if comment else written
+        if key.is_section:
+            lines[key.dotted] = []
+        elif found is not None and not (_is_default(found) and found.value == key.default):
+            written, comment = f"{key.name} = {in_toml(found.value)}", _source(found)
+            lines[key.dotted.rpartition(".")[0]].append(f"{written:<{COLUMN}}{comment}" if comment else written)
+    for section, of_section in lines.items():
+        if of_section:
+            yield from ("", f"[{section}]", *of_section)
 
 
 def _is_default(found: Field) -> bool:
