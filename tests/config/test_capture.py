@@ -29,6 +29,10 @@ def test_capture_of_dispatchers_without_host_reads(tmp_path: Path, dispatcher: s
         ("--perf.kernels=reference", "read their offsets"),
         ("--parallel.cp=2 --parallel.cp_kind=ring", "not been tested in a capture"),
         ("--model.moe.aux_losses.global_batch=0.1 --train.global_batch_sequences=640", "counts the microbatches"),
+        (
+            "--model.moe.aux_losses.global_batch=0.1 --model.mtp.num_depths=2 --model.mtp.repeats_layer=true",
+            "counts the microbatches",
+        ),
         ("--perf.override.experts=reference", "read their offsets"),
         ("--model.class=mine:Model --memory.recompute=block", "may draw random numbers"),
     ],

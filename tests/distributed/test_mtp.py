@@ -84,6 +84,31 @@ def test_mtp_trains_alike(
         one_loss.assert_same(trace, expected, 1e-9)
 
 
+@pytest.mark.few("pp2")
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "mtp", "sizes"),
+    [
+        pytest.param(2, PP2, TWO, (one_loss.SEQUENCES, 2), id="pp2"),
+        pytest.param(1, ParallelConfig(), REPEATED, (one_loss.SEQUENCES, 2), id="repeated"),
+        pytest.param(2, TP2, TWO, (2, 4), id="tp2"),
+    ],
+)
+def test_its_routers_are_balanced_over_the_batch_of_a_step(
+    ranks: Any, num_ranks: int, parallel: ParallelConfig, mtp: MTPConfig, sizes: tuple[int, int]
+) -> None:
+    """With one microbatch, whose layers sum the loads in forward, and with several, which are counted ahead."""
+    recipes = []
+    for layout, size in zip((ParallelConfig(), parallel), sizes, strict=True):
+        recipe = recipe_of(layout, "gqa", mtp)
+        model, train = replace(recipe.model, moe=one_loss.KINDS.moe), replace(recipe.train, micro_batch_sequences=size)
+        recipes.append(replace(recipe, model=model, train=train))
+    one, several = recipes
+    assert check_rules(several, num_ranks) == []
+    (expected,) = one_loss.run(ranks, 1, one, -1, 1)
+    for trace in one_loss.run(ranks, num_ranks, several, -1, 1):
+        one_loss.assert_same(trace, expected, 1e-9)
+
+
 @pytest.mark.few()
 @pytest.mark.parametrize(
     ("parallel", "memory"),

@@ -144,13 +144,23 @@ def test_balance_loss_of_microbatches_that_are_counted_ahead_is_that_of_their_ba
     for _ in range(2):
         parts.balance.batch_counts_E.zero_()
         with torch.no_grad():
+            parts.balance.is_counting = True
             for x_ND in x_BND:
                 parts(x_ND[None])
+            parts.balance.is_counting = False
+            parts(x_BND)  # of validation
     assert parts.balance.batch_counts_E.sum() == SEQUENCES * TOKENS * moe.top_k
     for x_ND in x_BND:
         parts(x_ND[None])[0].sum().backward()
     torch.testing.assert_close(parts.weight.grad, whole.weight.grad, atol=1e-10, rtol=0)
     torch.testing.assert_close(parts.balance.aux_loss, whole.balance.aux_loss, atol=1e-10, rtol=0)
+    summed: list[Tensor] = []
+    whole.balance.sum_over_batch = lambda counts_E: summed.append(counts_E) or counts_E
+    with torch.no_grad():
+        whole(x_BND)
+    assert not summed, "no collective where nobody reads the loss"
+    whole(x_BND)
+    assert len(summed) == 1
     by_itself = build(moe)
     for x_ND in x_BND:
         by_itself(x_ND[None])[0].sum().backward()

@@ -69,8 +69,9 @@ class LoadBalance(WideBuffers):
     If a layout splits sequences, `num_sequence_ranks` have a part of each, and `sum_over_tokens` sums over them; all of
     them then have the same losses, and each has the gradients of its own tokens. The default is the identity.
     For the loss of the whole batch, `sum_over_batch` sums the counts of one microbatch over the ranks that have others;
-    the default is the identity. With several microbatches they are counted ahead: while `counts_ahead`, forwards
-    without gradients add to `batch_counts_E`, and those with gradients read it.
+    the default is the identity. With several microbatches they are counted ahead: while `is_counting`, forwards add to
+    `batch_counts_E`, which those with gradients read while `counts_ahead`. A forward of validation or text, whose
+    balancing losses nobody uses, sums nothing over ranks.
     `share_sums_E`, `num_dropped` and `margins_EQ` are for metrics and for quantile balancing.
     """
 
@@ -92,7 +93,7 @@ class LoadBalance(WideBuffers):
         self.num_sequence_ranks = 1
         self.sum_over_tokens: Callable[[Tensor, Tensor, Tensor], Sums] = _whole_sequences
         self.sum_over_batch: Callable[[Tensor], Tensor] = _whole_batch
-        self.counts_ahead = False
+        self.counts_ahead = self.is_counting = False
         self.register_buffer(
             "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
         )
@@ -176,12 +177,10 @@ class LoadBalance(WideBuffers):
 
     def _batch_loads(self, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
         """The load of each expert over the mean, f_i, in the whole batch, given the counts of this microbatch."""
-        if not self.counts_ahead:
-            counts_E = self.sum_over_batch(counts_E)
-        elif torch.is_grad_enabled():
-            counts_E = self.batch_counts_E
-        else:
+        if self.is_counting:
             self.batch_counts_E.add_(counts_E.to(self.batch_counts_E.dtype))
+        elif torch.is_grad_enabled():
+            counts_E = self.batch_counts_E if self.counts_ahead else self.sum_over_batch(counts_E)
         return counts_E.to(dtype) * (self.num_experts / counts_E.sum().clamp(min=1).to(dtype))
 
 

@@ -3,7 +3,7 @@
 B batch · N sequence · D model width · V vocabulary
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -52,6 +52,9 @@ class Transformer(nn.Module, TextGenerator):
     """From the tokens or labels of a forward, [B, N], to those of whole sequences."""
     own_tokens: Callable[[Tensor], Tensor] = staticmethod(_unchanged)
     """The inverse."""
+    is_counting = False
+    """Whether forwards are for the counts of routers alone: all blocks run, those of multi-token prediction too, and no
+    head; hidden states are returned."""
     query_shard: SequenceShard = WHOLE_SEQUENCES
     """The tokens whose queries attend on this rank; those of a forward, or of whole sequences."""
 
@@ -95,11 +98,15 @@ class Transformer(nn.Module, TextGenerator):
             if not isinstance(block, MTPBlock):
                 x_BND = block(x_BND, contexts[name])
         normed_BND = self.norm(x_BND)
-        result = self.head(normed_BND, labels_BN)
-        if labels_BN is not None and self.mtp_blocks and torch.is_grad_enabled():
+        ahead: Iterable[tuple[int, Tensor, Tensor]] = ()
+        if labels_BN is not None and self.mtp_blocks and (torch.is_grad_enabled() or self.is_counting):
             tokens_BN = tokens_BN if read_BN is None else read_BN
-            return self._with_mtp(result, normed_BND, tokens_BN, labels_BN, document_ids_BN, contexts)
-        return result
+            ahead = self._ahead(normed_BND, tokens_BN, labels_BN, document_ids_BN, contexts)
+        if self.is_counting:
+            for _ in ahead:
+                pass
+            return normed_BND
+        return self._with_mtp(self.head(normed_BND, labels_BN), ahead)
 
     @property
     def mtp_blocks(self) -> dict[str, MTPBlock]:
@@ -118,25 +125,29 @@ class Transformer(nn.Module, TextGenerator):
         ahead_BND: Tensor = block(h_BND, contexts[name], self.embed(tokens_ahead_BN))
         return ahead_BND
 
-    def _with_mtp(
+    def _ahead(
         self,
-        loss: Tensor,
         h_BND: Tensor,
         tokens_BN: Tensor,
         labels_BN: Tensor,
         document_ids_BN: Tensor | None,
         contexts: Mapping[str, Context],
-    ) -> Tensor:
-        """The main loss, with the gradients of all depths."""
-        mtp, blocks = self.config.mtp, list(self.mtp_blocks.values())
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Depths of multi-token prediction, what the head reads of each, and its labels."""
         whole = self.whole_sequences(tokens_BN), self.whole_sequences(labels_BN), document_ids_BN
-        for depth in range(1, mtp.num_depths + 1):
+        for depth in range(1, self.config.mtp.num_depths + 1):
             tokens_ahead_BN, labels_ahead_BN = map(self.own_tokens, shifted(*whole, depth))
             h_BND = self.predict_ahead(h_BND, tokens_ahead_BN, contexts, depth)
+            yield depth, h_BND, labels_ahead_BN
+
+    def _with_mtp(self, result: Tensor, ahead: Iterable[tuple[int, Tensor, Tensor]]) -> Tensor:
+        """The main loss, with the gradients of these depths; or logits, without any."""
+        mtp, blocks = self.config.mtp, list(self.mtp_blocks.values())
+        for depth, h_BND, labels_ahead_BN in ahead:
             sums_2 = blocks[mtp.layer_of(depth)].losses.sums_K2[depth - 1 if mtp.repeats_layer else 0]
             loss_ahead = self.head(h_BND, labels_ahead_BN)
-            loss = attach(loss, loss_ahead, labels_ahead_BN, sums_2, mtp.loss_weight / mtp.num_depths)
-        return loss
+            result = attach(result, loss_ahead, labels_ahead_BN, sums_2, mtp.loss_weight / mtp.num_depths)
+        return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Tied embeddings stay one parameter where parameters are replaced, as by `to_empty`."""

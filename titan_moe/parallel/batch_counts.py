@@ -1,7 +1,8 @@
 """The experts' counts of the whole batch of a step, for `model.moe.aux_losses.global_batch`.
 
 The gradient of that loss needs the loads of all microbatches before the first backward. With one microbatch each layer
-sums them over ranks in its forward. With several, all forwards run once before, without gradients, and count.
+sums them over ranks in its forward. With several, all forwards run once before, without gradients and without the
+head, and count; so it is where a forward uses a router several times (`model.mtp.repeats_layer`).
 
 E experts
 """
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.layers.balance import LoadBalance
+from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.sequence import sum_over_ranks
 
@@ -41,20 +43,33 @@ class SumOverBatch:
 class BatchCounts:
     """Counts ahead of a step's microbatches."""
 
-    def __init__(self, parts: Sequence[nn.Module], meshes: Meshes) -> None:
-        self.balances, self.group = _balances(parts), meshes.data_group
+    def __init__(self, parts: Sequence[nn.Module], meshes: Meshes, num_uses: int = 1) -> None:
+        """A forward uses a router up to `num_uses` times."""
+        self.balances, self.group, self.num_uses = _balances(parts), meshes.data_group, num_uses
+        self.counters: list[LoadBalance | Transformer] = [
+            *self.balances,
+            *(part for part in parts if isinstance(part, Transformer)),
+        ]
 
     def start(self, num_microbatches: int) -> bool:
         """Begin a step; returns whether its microbatches must be counted ahead."""
+        counts_ahead = num_microbatches * self.num_uses > 1
         for balance in self.balances:
-            balance.counts_ahead = num_microbatches > 1
+            balance.counts_ahead = counts_ahead
             balance.batch_counts_E.zero_()
-        return num_microbatches > 1
+        return counts_ahead
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Run all forwards of the step within it, without gradients. Collective at its end."""
-        yield
+        """Run all forwards of the step within it, without gradients: they count, and have no result. Collective at its
+        end."""
+        try:
+            for counter in self.counters:
+                counter.is_counting = True
+            yield
+        finally:
+            for counter in self.counters:
+                counter.is_counting = False
         if self.balances:  # those of this stage; layers have equally many experts
             counts_LE = torch.stack([balance.batch_counts_E for balance in self.balances])
             dist.all_reduce(counts_LE, group=self.group)

@@ -94,7 +94,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     routing, whole = StepRouting(parts, recipe.model, meshes, noise), whole_model(parts, resolved, meshes)
     forward_backward = build_forward_backward(parts, resolved, meshes, tied, queue, capacity=capacity, routing=routing)
     if recipe.model.moe.aux_losses.global_batch:
-        counts = BatchCounts(parts, meshes)
+        counts = BatchCounts(parts, meshes, max(recipe.model.mtp.num_uses, 1))
         forward_backward = counting_ahead(forward_backward, whole, parts, counts, capacity=capacity, routing=routing)
     step = TrainStep(
         forward_backward=forward_backward,

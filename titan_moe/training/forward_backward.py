@@ -56,7 +56,8 @@ def counting_ahead(
     capacity: ExpertCapacity,
     routing: StepRouting,
 ) -> ForwardBackward:
-    """Let a step of several microbatches run all their forwards first, so that balancing losses have its counts."""
+    """Let a step of several microbatches run all their forwards first, but for the head, so that balancing losses have
+    its counts."""
 
     def run(batch: Batch, scale: Tensor) -> Tensor:
         if counts.start(len(batch.tokens_MBN)):

@@ -11,7 +11,7 @@ from titan_moe.config.rules.rule import data_parallel_ranks, rule
 @rule(
     "a CUDA graph replays its capture without the host",
     "run.device parallel.dispatcher ep cp_kind perf.kernels perf.override.experts memory.recompute "
-    "model.moe.aux_losses.global_batch model.moe.input_jitter",
+    "model.moe.aux_losses.global_batch model.mtp.num_depths repeats_layer model.moe.input_jitter",
 )
 def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.run.device == "cpu":
@@ -31,7 +31,8 @@ def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             "has not been tested in a capture"
         )
     microbatch = recipe.train.micro_batch_sequences * data_parallel_ranks(recipe, world_size)
-    if recipe.model.moe.aux_losses.global_batch > 0 and recipe.train.global_batch_sequences > microbatch:
+    counts_ahead = recipe.train.global_batch_sequences > microbatch or recipe.model.mtp.num_uses > 1
+    if recipe.model.moe.aux_losses.global_batch > 0 and counts_ahead:
         yield (
             f"model.moe.aux_losses.global_batch = {recipe.model.moe.aux_losses.global_batch:g} counts the microbatches "
             "of a step ahead, which has not been tested in a capture"
