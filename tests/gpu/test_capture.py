@@ -107,6 +107,11 @@ CASES: dict[str, dict[str, Any]] = {
         "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
         "memory": MemoryConfig(("norms:2", "experts:-2")),
     },
+    "quantiles": {
+        "model": replace(
+            RECIPE.model, moe=replace(RECIPE.model.moe, bias_update_speed=0.0, bias_update="quantile", bias_ema=0.25)
+        )
+    },
     "multi-token prediction": {"model": replace(RECIPE.model, mtp=MTPConfig(2, 0.3))},
     "repeated prediction": {
         "model": replace(RECIPE.model, mtp=MTPConfig(2, 0.3, repeats_layer=True)),

@@ -152,3 +152,19 @@ def test_quantiles_move_biases_to_balance_at_once() -> None:
     moe(x_BND).sum().backward()
     update_expert_biases(moe)
     assert torch.equal(kept_E, bias_E), "a frozen router's stays"
+
+
+def test_quantiles_are_averaged_by_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of them would be copied to the device in each step, which no capture can contain."""
+    shares, x_BND = (0.25, 0.0, 0.25), data()[0]
+    torch.manual_seed(0)
+    moes = nn.ModuleList(layer(bias_update="quantile", bias_ema=share) for share in shares)
+    for moe in moes:
+        moe.load_state_dict(moes[0].state_dict())
+        moe.router.expert_bias_E.copy_(torch.linspace(-0.1, 0.1, 8))
+        moe(x_BND).sum().backward()
+    monkeypatch.setattr(torch, "tensor", None)
+    update_expert_biases(moes)
+    first_E, new_E, third_E = (moe.router.expert_bias_E for moe in moes)
+    assert torch.equal(first_E, third_E)
+    torch.testing.assert_close(first_E, 0.75 * new_E + 0.25 * torch.linspace(-0.1, 0.1, 8), rtol=0, atol=1e-6)

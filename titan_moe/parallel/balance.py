@@ -186,18 +186,17 @@ def _update_by_quantiles(
     routers: dict[str, TopKRouter], group: dist.ProcessGroup | None, skips_update: Tensor | None = None
 ) -> None:
     """Give the experts the biases that would have balanced the tokens of this step."""
-    by_shape: defaultdict[tuple[int, int], list[TopKRouter]] = defaultdict(list)
+    by_settings: defaultdict[tuple[int, int, float], list[TopKRouter]] = defaultdict(list)
     for router in routers.values():
         if router.balance.counts_margins:
-            by_shape[len(router.expert_bias_E), router.rule.top_k].append(router)
-    for alike in by_shape.values():
+            by_settings[len(router.expert_bias_E), router.rule.top_k, router.bias_ema].append(router)
+    for (_, top_k, ema), alike in by_settings.items():
         margins_LEQ = torch.stack([router.balance.margins_EQ for router in alike])
         if dist.is_initialized():
             dist.all_reduce(margins_LEQ, group=group)
         old_LE = torch.stack([router.expert_bias_E for router in alike])
-        bias_LE = balanced_biases(margins_LEQ, alike[0].rule.top_k).to(old_LE.dtype)
-        ema_L1 = torch.tensor([[router.bias_ema] for router in alike], dtype=old_LE.dtype)
-        bias_LE = torch.lerp(bias_LE, old_LE, ema_L1.to(old_LE.device))
+        bias_LE = balanced_biases(margins_LEQ, top_k).to(old_LE.dtype)
+        bias_LE = torch.lerp(bias_LE, old_LE, ema)  # a number: a tensor of it would be copied from the host each step
         bias_LE = bias_LE - bias_LE.mean(1, keepdim=True)
         stays_L11 = margins_LEQ.sum((1, 2), keepdim=True) == 0
         stays_L1 = stays_L11.squeeze(2) if skips_update is None else stays_L11.squeeze(2) | skips_update
