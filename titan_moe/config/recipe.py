@@ -58,10 +58,15 @@ def microbatch_tokens(recipe: Recipe) -> int:
 def max_batch_tokens(recipe: Recipe) -> int:
     """Tokens of the largest batch whose rows a rank dispatches in one forward, those of its etp group: a microbatch, or
     the prompt with all generated text."""
+    return max(microbatch_tokens(recipe), text_tokens(recipe)) * max(recipe.parallel.etp, 1)
+
+
+def text_tokens(recipe: Recipe) -> int:
+    """Tokens of a rank's part of the text that a run generates with its prompt; 0 where it generates none."""
     p, sample_tokens = recipe.parallel, recipe.metrics.sample_tokens
     sample = min(recipe.train.seq_len_tokens, SAMPLE_PROMPT_TOKENS) + sample_tokens if sample_tokens else 0
     padded = -(-sample // max(p.length_multiple, 1)) * p.length_multiple
-    return max(microbatch_tokens(recipe), padded // max(p.cp * p.tp, 1)) * max(p.etp, 1)
+    return padded // max(p.cp * p.tp, 1)
 
 
 def expert_slots(recipe: Recipe) -> int:

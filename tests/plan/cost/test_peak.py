@@ -9,6 +9,7 @@ import pytest
 from titan_moe.config import check_rules, load_recipe
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.gemms import count_native_experts
+from titan_moe.config.recipe import microbatch_tokens
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.cost.graph_pool import gathering_bytes, message_bytes, reducing_bytes
 from titan_moe.plan.cost.loads import LayerLoads, layer_loads
@@ -450,3 +451,20 @@ def test_a_model_without_experts_has_a_peak_alone_and_in_a_pipeline(dispatcher: 
     fewer = replace(alone, model=replace(alone.model, num_layers=3))
     layer = activation_bytes_per_rank(alone) - activation_bytes_per_rank(fewer)
     assert layer == activation_bytes_per_rank(alone) / 4 > 256 * 2 * 512 * 2, "hidden states and more"
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_padded_experts_have_the_slots_of_their_capacity(ep: int) -> None:
+    words = [f"--parallel.ep={ep}", "--parallel.expert_rank_capacity_factor=0", "--metrics.sample_tokens=0"]
+    words += [f"--parallel.dispatcher={'allgather' if ep > 1 else 'local'}", "--model.moe.capacity_factor=0.5"]
+    file = RECIPES / "qwen3_30b_a3b.toml"
+    pads = "--model.moe.pad_to_capacity=true"
+    dropping, padded, texts = (
+        load_recipe(file, words + more) for more in ([], [pads], [pads, "--metrics.sample_tokens=16320"])
+    )
+    tokens, top_k = microbatch_tokens(padded), padded.model.moe.top_k
+    assert layer_loads(padded).worst_slots == tokens * top_k / 2
+    assert layer_loads(dropping).worst_slots == ep * tokens * top_k
+    assert layer_loads(texts).worst_slots == ep * tokens * top_k, "text of as many tokens drops nothing"
+    part, plain = (parts_of(recipe, 4)[0] for recipe in (padded, dropping))
+    assert peak_bytes(part, 1.0) < peak_bytes(plain, 1.0)

@@ -4,7 +4,8 @@ import math
 from typing import NamedTuple
 
 from titan_moe.config.clones import num_clones
-from titan_moe.config.recipe import Recipe, expert_slots, max_batch_tokens, microbatch_tokens
+from titan_moe.config.dropping import expert_capacity
+from titan_moe.config.recipe import Recipe, expert_slots, max_batch_tokens, microbatch_tokens, text_tokens
 
 
 class LayerLoads(NamedTuple):
@@ -64,12 +65,18 @@ def _limit(number: float, worst: int, num_layers: int) -> int:
 
 def layer_loads(recipe: Recipe) -> LayerLoads:
     """Compute the loads of a recipe whose dispatcher sends a row once to each rank. With etp a rank receives the rows
-    of all ranks of its etp group."""
+    of all ranks of its etp group. With `pad_to_capacity` experts have no more than their capacity, but in text, which
+    drops nothing."""
     p, moe = recipe.parallel, recipe.model.moe
     num_tokens, num_local = microbatch_tokens(recipe) * p.etp, moe.num_experts // p.ep
     rows = p.ep * num_tokens * visit_probability(moe.num_experts, num_local, moe.top_k)
     worst_rows = p.ep * max_batch_tokens(recipe)
-    worst_slots = worst_rows * min(moe.top_k, num_local + num_clones(recipe))
+    most_choices = min(moe.top_k, num_local + num_clones(recipe))
+    worst_slots = worst_rows * most_choices
+    if moe.pad_to_capacity and p.facts.pads_to_capacity:
+        capacity = expert_capacity(num_tokens, moe.num_experts, moe.top_k, moe.capacity_factor)
+        padded = p.ep * min(num_tokens * most_choices, num_local * capacity)
+        worst_slots = max(padded, p.ep * text_tokens(recipe) * most_choices)
     return LayerLoads(recipe.model.num_moe_layers, rows, expert_slots(recipe), worst_rows, worst_slots)
 
 

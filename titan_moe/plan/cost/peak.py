@@ -192,7 +192,7 @@ def _sizes(recipe: Recipe, capacity_factor: float) -> _Sizes:
     if p.facts.sends == "every_row":
         rows = p.ep * p.etp * microbatch_tokens(recipe)
     if not p.facts.can_be_bounded:
-        return _Sizes(rows, slots)
+        return _Sizes(rows, min(slots, loads.worst_slots))
     factor = capacity_factor if p.has_auto_capacity or p.fixed_capacity_factor else float("inf")
     return _Sizes(min(factor * rows, loads.worst_rows), min(factor * slots, loads.worst_slots))
 
