@@ -9,7 +9,8 @@ from support.hf_twins import greedy, ours_for, transformers, twin
 from torch import nn
 
 from titan_moe.checkpoint.hf import load_hf
-from titan_moe.config.model import AttentionConfig, ModelConfig
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.layers.attention import GroupedQueryAttention
 from titan_moe.layers.init import init_weights
 from titan_moe.models import generate
@@ -77,6 +78,28 @@ def test_latents_are_kept_in_place_of_keys_and_values(piece: int, monkeypatch: p
         torch.testing.assert_close(logits_BV, model.next_logits(padded(0), LENGTHS_B), atol=1e-9, rtol=0)
     kept = [tuple(x.shape) for layer in forwards.cache.layers.values() for x in layer.kept]
     assert kept == [(3, 18, 10), (3, 18, 1, 4)] * 2
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_texts_drop_nothing(pads: bool) -> None:
+    """So a row is the same alone, beside others, with padding and with kept keys; other forwards drop afterwards."""
+    kernels = Kernels(experts="reference")
+    moe = MoEConfig(5, 3, 7, capacity_factor=0.5, pad_to_capacity=pads)
+    attention = AttentionConfig(num_heads=3, num_kv_heads=1, head_dim=6)
+    config = ModelConfig(vocab_size=61, num_layers=1, hidden_size=18, attention=attention, moe=moe)
+    dropping = Transformer(config, kernels=kernels).double()
+    init_weights(dropping, seed=0, std=0.5, num_layers=1)
+    with torch.no_grad():
+        logits_BNV = dropping(padded(0))
+    expected = own(dropping.generate(padded(1), NUM_TOKENS, lengths_B=LENGTHS_B))
+    assert own(dropping.generate(padded(2), NUM_TOKENS, lengths_B=LENGTHS_B, use_cache=False)) == expected
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        assert dropping.generate(torch.tensor([prompt]), NUM_TOKENS)[0].tolist() == text
+    dropless = Transformer(replace(config, moe=MoEConfig(5, 3, 7)), kernels=kernels).double()
+    dropless.load_state_dict(dropping.state_dict())
+    assert own(dropless.generate(padded(0), NUM_TOKENS, lengths_B=LENGTHS_B)) == expected
+    with torch.no_grad():
+        assert torch.equal(dropping(padded(0)), logits_BNV) and not torch.equal(dropless(padded(0)), logits_BNV)
 
 
 class Shifted(GroupedQueryAttention):

@@ -104,9 +104,9 @@ class MoEConfig:
     capacity_factor: float = 0.0
     """Capacity of an expert for tokens of one forward of a rank, over its balanced share: `ceil(tokens * top_k /
     num_experts * capacity_factor)`, as in Megatron (`moe_expert_capacity_factor`). Assignments beyond it are dropped,
-    in validation and text too. 0 drops none. What is dropped depends on the tokens that a rank has together, and so on
-    `train.micro_batch_sequences`, cp and tp (`drop_over`). It is no bound of memory:
-    `parallel.expert_rank_capacity_factor` is, and drops nothing."""
+    in validation too. 0 drops none, and so do generated texts, which would depend on other prompts and on what is
+    cached. What is dropped depends on the tokens that a rank has together, and so on `train.micro_batch_sequences`, cp
+    and tp (`drop_over`). It is no bound of memory: `parallel.expert_rank_capacity_factor` is, and drops nothing."""
     drop_policy: Literal["probs", "position"] = "probs"
     """The assignments of an expert that stay within `capacity_factor`.
     `probs`: Those with the highest scores.

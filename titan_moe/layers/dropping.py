@@ -5,10 +5,17 @@ B batch · N sequence · G groups of tokens with a capacity each · n tokens of 
 A dropped assignment has no expert and no weight; the weights of a token's others stay. A token without any has the
 result of the shared experts alone, beside the residual. This is Megatron Core's `apply_router_token_dropping`, on the
 tokens that a rank routes in one forward. Counts and balancing losses are those of the choice before.
+
+Generated texts drop nothing (`dropping_nothing`): what a forward drops depends on the other prompts, on padding, and on
+which tokens are in the cache already.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_moe.config.dropping import expert_capacity
 from titan_moe.config.model import MoEConfig
@@ -54,6 +61,26 @@ class DroppingRoute:
         capacity = expert_capacity(ids_GnK.shape[1], num_experts, ids_GnK.shape[2], self.factor)
         places_GnK = places_of(ids_GnK, scores_GnK if self.is_by_score else None, num_experts)
         return (places_GnK < capacity).view_as(ids_BNK)
+
+
+@contextmanager
+def dropping_nothing(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Let all tokens have all their experts within a `with` block, and allocate slots for as many."""
+    modules: list[Any] = [module for part in parts for module in part.modules()]
+    routed = [(it, it.route) for it in modules if isinstance(getattr(it, "route", None), DroppingRoute)]
+    dispatchers = {id(it.dispatcher): it.dispatcher for it in modules if hasattr(it, "dispatcher")}
+    padded = [(it, it.padding) for it in dispatchers.values() if getattr(it, "padding", None) is not None]
+    try:
+        for router, route in routed:
+            router.route = route.route
+        for dispatcher, _ in padded:
+            dispatcher.padding = None
+        yield
+    finally:
+        for router, route in routed:
+            router.route = route
+        for dispatcher, padding in padded:
+            dispatcher.padding = padding
 
 
 def dropped(ids: Tensor) -> Tensor:

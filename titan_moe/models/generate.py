@@ -3,13 +3,14 @@
 B rows · N tokens of a row so far · T tokens of a forward · V vocabulary
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from titan_moe.layers.dropping import dropping_nothing
 from titan_moe.layers.kv_cache import KVCache, NewTokens
 
 PROMPT_TOKENS = 4096
@@ -35,6 +36,11 @@ class TextGenerator:
     """Whether forwards over new tokens alone are possible."""
     new_tokens: "AllTokens"
     """What this rank takes of them."""
+
+    @property
+    def own_parts(self) -> Iterable[nn.Module]:
+        """The modules of this rank."""
+        raise NotImplementedError
 
     def next_logits(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
         """`NextLogits` by whole forwards."""
@@ -70,6 +76,8 @@ class TextGenerator:
         device, from the logits divided by it, and with `top_p` below 1 from the fewest likeliest ones whose
         probabilities reach it (arXiv:1904.09751).
 
+        No expert drops tokens (`model.moe.capacity_factor`), so that a text depends on its own tokens alone.
+
         Keys and values of earlier tokens are kept. Without `use_cache` or `has_cache` there is a whole forward for
         every token. Collective: `agree` makes the tokens that ranks have chosen equal, so that they end together.
         `spread` may let ranks compute some of the rows each; it is told whether keys and values are kept.
@@ -90,7 +98,9 @@ class TextGenerator:
         is_cached = use_cache and self.has_cache
         next_logits = spread(self.cached_forwards(longest + num_tokens) if is_cached else self.next_logits, is_cached)
         for end in range(longest, longest + num_tokens):
-            next_B = agree(_choose(next_logits(text_BN[:, :end], ends_B), temperature, top_p, generator))
+            with dropping_nothing(self.own_parts):
+                logits_BV = next_logits(text_BN[:, :end], ends_B)
+            next_B = agree(_choose(logits_BV, temperature, top_p, generator))
             text_BN[rows_B, ends_B] = next_B = torch.where(has_ended_B, pad, next_B)
             ends_B = ends_B + 1
             has_ended_B |= torch.isin(next_B, last_tokens)
@@ -106,7 +116,7 @@ class WholeForwards:
         self.model, self.length_multiple = model, length_multiple
 
     def __call__(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
-        # no token attends to a later one
+        # no token attends to a later one, and none is dropped for another (`dropping_nothing`)
         padded_BN = F.pad(tokens_BN, (0, -tokens_BN.shape[1] % self.length_multiple))
         rows_B = torch.arange(len(ends_B), device=ends_B.device)
         return self.model(padded_BN)[rows_B, ends_B - 1]

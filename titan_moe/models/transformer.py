@@ -222,6 +222,11 @@ class Transformer(nn.Module, TextGenerator):
         keeps &= own.forward is Transformer.forward and own.contexts is Transformer.contexts
         return keeps and all(keeps_context(block) for block in self.layers.values())
 
+    @property
+    def own_parts(self) -> Iterable[nn.Module]:
+        """The model alone."""
+        return (self,)
+
     def next_logits(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
         """Logits [B, V] of the tokens that continue each row, of which row b has `ends_B[b]` tokens."""
         return WholeForwards(self, self.length_multiple)(tokens_BN, ends_B)

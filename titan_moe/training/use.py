@@ -167,7 +167,9 @@ def _with_room(recipe: Recipe, ids: Sequence[Sequence[int]], sampling: Sampling)
     num_microbatches = train.global_batch_sequences // train.micro_batch_sequences
     sizes: dict[str, Any] = {"seq_len_tokens": -(-length // multiple) * multiple, "micro_batch_sequences": rows}
     batch = rows * num_microbatches
-    return replace(recipe, train=replace(train, **sizes, global_batch_sequences=batch, batch_schedule=()))
+    model = replace(recipe.model, moe=replace(recipe.model.moe, pad_to_capacity=False))  # texts drop nothing
+    train = replace(train, **sizes, global_batch_sequences=batch, batch_schedule=())
+    return replace(recipe, model=model, train=train)
 
 
 def _spread(use: Loaded, next_logits: NextLogits, is_cached: bool) -> NextLogits:

@@ -1,5 +1,6 @@
 """The whole model of a pipeline without gradients: for validation and text."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -83,6 +84,11 @@ class PipelinedModel(TextGenerator):
         if labels_BN is not None:
             return torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=tokens_BN.device)
         return torch.zeros((), dtype=self.dtype, device=tokens_BN.device).expand(*tokens_BN.shape, self.vocab_size)
+
+    @property
+    def own_parts(self) -> Iterable[nn.Module]:
+        """The stages of this rank."""
+        return self.stages.values()
 
     @torch.no_grad()
     def next_logits(self, tokens_BN: Tensor, ends_B: Tensor) -> Tensor:
