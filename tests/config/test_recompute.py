@@ -2,8 +2,12 @@
 
 import pytest
 
+from titan_moe.config import Recipe
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.mtp import MTPConfig
+from titan_moe.config.offload import offload_of
 from titan_moe.config.perf import MemoryConfig
-from titan_moe.config.recompute import RECOMPUTABLE, entries_of, of_entries, parse_entry
+from titan_moe.config.recompute import RECOMPUTABLE, entries_of, of_entries, parse_entry, recompute_of
 
 
 @pytest.mark.parametrize(
@@ -79,3 +83,9 @@ def test_one_entry_may_be_a_word() -> None:
 def test_names_of_others_are_of_one_part_each() -> None:
     others = [name for part in RECOMPUTABLE.values() for name in part.other_names]
     assert len(set(others)) == len(others) and not set(others) & RECOMPUTABLE.keys()
+
+
+def test_blocks_of_multi_token_prediction_are_among_the_last() -> None:
+    model, memory = ModelConfig(num_layers=4, mtp=MTPConfig(2)), MemoryConfig(("norms:-3",), ("block:-3",))
+    run = Recipe(model=model, memory=memory)
+    assert recompute_of(run).layers == {"norms": {3, 4, 5}} and offload_of(run).layers == {"block": {3, 4, 5}}

@@ -53,7 +53,7 @@ def _why_kept_by_name(recipe: Recipe, layer: int, path: str) -> str:
     p = recipe.precision
     if layer < p.num_layers_at_start_in_compute:
         return f"num_layers_at_start_in_compute = {p.num_layers_at_start_in_compute}"
-    if layer >= recipe.model.num_blocks - p.num_layers_at_end_in_compute:
+    if p.num_layers_at_end_in_compute and layer >= recipe.model.num_layers - p.num_layers_at_end_in_compute:
         return f"num_layers_at_end_in_compute = {p.num_layers_at_end_in_compute}"
     pattern = matches(p.modules_in_compute, f"layers.{layer}.{path}")
     return f'modules_in_compute: "{pattern}"' if pattern else ""

@@ -8,8 +8,9 @@ class MTPConfig:
     """Multi-token prediction (arXiv:2404.19737, in sequence as in arXiv:2412.19437 section 2.2). Depth k is one more
     block, behind those of the model. From the hidden state of depth k - 1 at a token, and the embedding of the token k
     places ahead, it predicts the token behind that one. Embedding and head are those of the model. The hidden state of
-    depth 0 is what the head reads, behind the last norm. No depth looks over the end of a document. Validation and
-    generate leave it out."""
+    depth 0 is what the head reads, behind the last norm. No depth looks over the end of a document. The last k tokens
+    before it have no label at depth k and read token 0; routers send and count them as all others, as in Megatron.
+    Validation and generate leave it out."""
 
     num_depths: int = 0
     """Tokens that are predicted beyond the next one (D); 0 means none. DeepSeek-V3 and GLM-4.5 have 1

@@ -1,4 +1,5 @@
-"""What the memory of the host keeps for backward, by name and layer (`memory.offload`)."""
+"""What the memory of the host keeps for backward, by name and layer (`memory.offload`), which are counted as those of
+`memory.recompute`, with the blocks of multi-token prediction."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -80,7 +80,8 @@ class MemoryConfig:
 
     recompute: tuple[str, ...] = ("auto",)
     """What backward computes again instead of keeping it (arXiv:1604.06174, arXiv:2205.05198): names, each for all
-    layers, or for some: "norms:8" for the first eight, "norms:-8" for the last, "norms:4-11".
+    layers, or for some: "norms:8" for the first eight, "norms:-8" for the last, "norms:4-11". Blocks of multi-token
+    prediction count as layers behind the others.
     `auto`: On GPUs, the cheapest parts with which a step fits the memory, by the plan: nothing where all of it fits.
     `titan-moe check` shows them, and the saved recipe of the run contains them. On CPUs nothing.
     `none`: Keep all activations.

@@ -80,7 +80,8 @@ class PrecisionConfig:
     num_layers_at_start_in_compute: int = 0
     """The first n layers have no format (Megatron: num_layers_at_start_in_bf16)."""
     num_layers_at_end_in_compute: int = 0
-    """The last n layers have no format (Megatron: num_layers_at_end_in_bf16)."""
+    """The last n layers have no format (Megatron: num_layers_at_end_in_bf16). These are of `model.num_layers`; blocks
+    of multi-token prediction, which are behind them, have none either then."""
     modules_in_compute: tuple[str, ...] = ()
     """Modules without a format, as patterns of their names: ["layers.0.*", "*.attention.kv_down"]. `*` stands for any
     characters, dots included. A pattern that matches no module is refused, and patterns that leave a format without

@@ -1,7 +1,8 @@
 """What backward computes again instead of keeping it, by name and layer (`memory.recompute`).
 
 An entry is a name, or a name and layers: `"norms"`, `"experts:8"` (the first eight), `"experts:-8"` (the last eight),
-`"experts:4-11"`. A pipeline stage is a range of layers, which `titan-moe check` prints.
+`"experts:4-11"`. A pipeline stage is a range of layers, which `titan-moe check` prints. Blocks of multi-token
+prediction count as layers behind the others: they are among the last.
 """
 
 import re

@@ -1,10 +1,12 @@
 """Which modules have which format, and why others have none."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.choice.formats import (
@@ -48,6 +50,17 @@ def test_formats_of_first_and_last_layers_and_of_patterns_are_compute() -> None:
     assert formats["layers.45.attention.out"] == ("fp8_rowwise (wgrad compute)", "")
     assert formats["layers.46.attention.out"] == ("compute", "num_layers_at_end_in_compute = 2")
     assert formats["layers.1.feed_forward.experts"] == ("compute", "")
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_last_layers_in_compute_are_those_of_the_model_and_all_behind_them(number: int) -> None:
+    r = recipe("qwen3_30b_a3b", num_layers_at_end_in_compute=number)
+    ahead = replace(r, model=replace(r.model, mtp=MTPConfig(1)))
+    choices = choose_formats(ahead)
+    formats = {name: chosen for name, (chosen, _) in chosen(choices).items() if name.endswith(("out", "eh_proj"))}
+    kept = ["layers.46.attention.out", "layers.47.attention.out", "layers.48.attention.out", "layers.48.eh_proj"]
+    assert len(formats) == 50 and [name for name, own in formats.items() if own == "compute"] == kept * (number > 0)
+    assert "layers.48.eh_proj" in " ".join(describe_formats(ahead, choices))
 
 
 def test_formats_need_widths_of_whole_blocks() -> None:

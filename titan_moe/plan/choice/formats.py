@@ -150,7 +150,10 @@ def _names(modules: Iterable[GemmModule]) -> str:
     for path, layers in layers_of.items():
         parent, _, leaf = path.rpartition(".")
         paths_of.setdefault((_ranges(layers), parent), []).append(leaf)
-    return ", ".join(f"layers.{ranges}.{parent}.{'|'.join(leaves)}" for (ranges, parent), leaves in paths_of.items())
+    return ", ".join(
+        ".".join(filter(None, ("layers", ranges, parent, "|".join(leaves))))
+        for (ranges, parent), leaves in paths_of.items()
+    )
 
 
 def _ranges(numbers: list[int]) -> str:
