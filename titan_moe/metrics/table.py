@@ -34,7 +34,8 @@ class StepNumbers(NamedTuple):
     tokens_per_expert: dict[str, Tensor]  # of all ranks; empty while ranks measure their own numbers
     share_sums: Mapping[str, Tensor] = {}  # the same of each expert's share of the scores
     bias_spread: Callable[[Tensor], Tensor] = torch.zeros_like  # of this rank's routers, given the loss
-    num_dropped: Callable[[Tensor], Tensor] = torch.zeros_like  # assignments of this rank's tokens; then of all ranks
+    num_dropped: Callable[[Tensor], Tensor] = torch.zeros_like  # assignments of this rank's tokens, given the loss
+    all_dropped: Tensor | None = None  # of all ranks; None until they are summed, and where nothing is dropped
     mtp_K2: Tensor | None = None  # of this rank: the loss of each depth of multi-token prediction, and its label tokens
 
 
@@ -80,8 +81,9 @@ def _drops(recipe: Recipe) -> bool:
 
 def _dropped_share(step: StepNumbers) -> Tensor:
     """Share of the assignments of all layers."""
+    assert step.all_dropped is not None, "`num_dropped` is a metric of the same recipes"
     numbers = [count_E.sum() for count_E in step.tokens_per_expert.values()]
-    return (step.num_dropped(step.loss) / sum(numbers, torch.zeros_like(numbers[0])).clamp(min=1)).float()
+    return (step.all_dropped / sum(numbers, torch.zeros_like(numbers[0])).clamp(min=1)).float()
 
 
 def _moves_bias(recipe: Recipe) -> bool:

@@ -109,7 +109,7 @@ class TrainStep:
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
         now = now._replace(tokens_per_expert=tokens_per_expert, share_sums=self.balancer.share_sums(loss))
-        now = now._replace(num_dropped=lambda loss: metrics["num_dropped"])
+        now = now._replace(all_dropped=metrics.get("num_dropped"))
         metrics |= self.counts | measure_of_all(self.metrics, now)
         return StepResult(metrics, tokens_per_expert, topk_ids_MBNLK)
 

@@ -6,7 +6,7 @@ B batch · N sequence · E experts · K experts a token
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.router.routing import Routing, RoutingRule, expert_scores
+from titan_moe.kernels.router.routing import Routing, RoutingRule, count_tokens, expert_scores, shares_of
 
 
 def mask_tokens(
@@ -18,11 +18,11 @@ def mask_tokens(
     """
     num_experts, valid_BN1 = logits_BNE.shape[-1], valid_BN[..., None]
     scores_BNE = expert_scores(logits_BNE, rule.score_fn)
-    counts_BE = aux_counts_BE = _count(routing.topk_ids_BNK, valid_BN1, num_experts)
+    counts_BE = aux_counts_BE = count_tokens(routing.topk_ids_BNK, num_experts, valid_BN)
     if rule.counts_by_score and not is_forced:
         by_score_BNK = scores_BNE.detach().topk(rule.top_k, dim=-1, sorted=False).indices
-        aux_counts_BE = _count(by_score_BNK, valid_BN1, num_experts)
-    shares_BNE = torch.where(valid_BN1, scores_BNE / (scores_BNE.sum(-1, keepdim=True) + 1e-20), 0.0)
+        aux_counts_BE = count_tokens(by_score_BNK, num_experts, valid_BN)
+    shares_BNE = torch.where(valid_BN1, shares_of(scores_BNE), 0.0)
     squares_BN = torch.where(valid_BN, torch.logsumexp(logits_BNE, dim=-1).square(), 0.0)
     return Routing(
         torch.where(valid_BN1, routing.topk_scores_BNK, 0.0),
@@ -32,8 +32,3 @@ def mask_tokens(
         shares_BNE.sum(1),
         squares_BN.sum(),
     )
-
-
-def _count(ids_BNK: Tensor, valid_BN1: Tensor, num_experts: int) -> Tensor:
-    counts_BE = torch.zeros(len(ids_BNK), num_experts, dtype=torch.int64, device=ids_BNK.device)
-    return counts_BE.scatter_add_(1, ids_BNK.flatten(1), valid_BN1.expand_as(ids_BNK).flatten(1).long())

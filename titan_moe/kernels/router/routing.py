@@ -106,9 +106,9 @@ def route_tokens_reference(
     if rule.counts_by_score and forced_ids_BNK is None:
         by_score_BNK = scores_BNE.detach().topk(rule.top_k, dim=-1, sorted=False).indices
         aux_counts_BE = count_tokens(by_score_BNK, num_experts)
-    shares_BNE = scores_BNE / (scores_BNE.sum(-1, keepdim=True) + 1e-20)
-    z_sum = torch.logsumexp(logits_BNE, dim=-1).square().sum()
-    return Routing(topk_scores_BNK * rule.route_scale, ids_BNK, counts_BE, aux_counts_BE, shares_BNE.sum(1), z_sum)
+    shares_BNE, squares_BN = shares_of(scores_BNE), torch.logsumexp(logits_BNE, dim=-1).square()
+    scaled_BNK = topk_scores_BNK * rule.route_scale
+    return Routing(scaled_BNK, ids_BNK, counts_BE, aux_counts_BE, shares_BNE.sum(1), squares_BN.sum())
 
 
 def expert_scores(logits_BNE: Tensor, score_fn: str) -> Tensor:
@@ -132,10 +132,16 @@ def sparsemixer(logits_BNE: Tensor, ids_BNK: Tensor, jitter: float) -> Tensor:
     return torch.cat(scores, dim=-1)
 
 
-def count_tokens(ids_BNK: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens of each expert: -> [B, E]."""
+def shares_of(scores_BNE: Tensor) -> Tensor:
+    """Each expert's share of a token's score sum."""
+    return scores_BNE / (scores_BNE.sum(-1, keepdim=True) + 1e-20)
+
+
+def count_tokens(ids_BNK: Tensor, num_experts: int, valid_BN: Tensor | None = None) -> Tensor:
+    """Count the tokens of each expert, or those of them that are valid: -> [B, E]."""
+    ones_BNK = torch.ones_like(ids_BNK) if valid_BN is None else valid_BN[..., None].expand_as(ids_BNK).long()
     counts_BE = torch.zeros(ids_BNK.shape[0], num_experts, dtype=torch.int64, device=ids_BNK.device)
-    return counts_BE.scatter_add_(1, ids_BNK.flatten(1), torch.ones_like(ids_BNK).flatten(1))
+    return counts_BE.scatter_add_(1, ids_BNK.flatten(1), ones_BNK.flatten(1))
 
 
 def choose_experts(ranked_BNE: Tensor, rule: RoutingRule) -> Tensor:
