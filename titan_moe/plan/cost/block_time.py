@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 
+from titan_moe.config.adapter import kind_of_linear, num_matrices
 from titan_moe.config.modules import Module, modules_of
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, microbatch_tokens
 from titan_moe.config.recompute import recompute_of
 from titan_moe.config.trainable import passes_of
 from titan_moe.plan.choice.formats import IN_COMPUTE, choose_formats
+from titan_moe.plan.cost.adapter_time import expert_adapter, linear_adapter, made_numbers
+from titan_moe.plan.cost.codes import can_be_codes
 from titan_moe.plan.cost.count import attention_core_flops_per_token
 from titan_moe.plan.cost.gemm_time import (
     EXPERTS_OF_TORCH,
@@ -22,7 +25,8 @@ from titan_moe.plan.cost.rates import Rates
 
 MEASURED_CAPABILITY = (9, 0)
 Times = Mapping[str, Passes]
-"""By part: "attention", "linears", "experts", "passes", "rows", "tp and cp", "recompute", "head"."""
+"""By part: "attention", "linears", "experts", "adapters", "codes", "passes", "rows", "tp and cp", "recompute",
+"head"."""
 GEMMS = ("linears", "experts", "head", "recompute")
 """The parts that the limit of power slows down."""
 NORM_FORWARD, NORM_BACKWARD = 3.3, 4.0
@@ -80,7 +84,7 @@ class _Block:
 
         again = 0.0
         for row, (of_input, share) in zip(self.rows, passes, strict=True):
-            for part, of_part in self._of_row(row, load).items():
+            for part, of_part in self._of_row(row, load, is_frozen=share == 0).items():
                 add(part, Passes(of_part[0], of_part[1] * bool(of_input), of_part[2] * share))
                 again += self._again(row, part, of_part, names)
         for part, seconds in self._messages().items():
@@ -90,11 +94,15 @@ class _Block:
             add("recompute", Passes(0.0, again))
         return found
 
-    def _of_row(self, row: Module, load: float) -> Times:
+    def _of_row(self, row: Module, load: float, *, is_frozen: bool) -> Times:
         """The times of a module, by part."""
-        if row.region == "experts":
-            return {"experts": self._experts(row).times(load)}
+        if row.is_adapter:
+            return {"adapters": self._adapter(row, load)}
         found: dict[str, Passes] = {}
+        if is_frozen and self.recipe.model.adapter.has_codes and can_be_codes(row):
+            found["codes"] = made_numbers(self.rates, row, self.element)
+        if row.region == "experts":
+            return found | {"experts": self._experts(row).times(load)}
         tp = max(self.recipe.parallel.tp, 1)
         if row.pair_width:
             flops = self.num_tokens * attention_core_flops_per_token(
@@ -135,12 +143,21 @@ class _Block:
         recipe, p = self.recipe, self.recipe.parallel
         loads, number = layer_loads(recipe), recipe.model.moe.num_experts // max(p.ep, 1)
         has_codes = row.path in self.codes
-        if row.is_adapter:
-            one = 2.0 * self.num_tokens * row.multiply_adds / (0.5 * self.rates.grouped)
-            return Passes(one, one, one)
         passes = expert_passes(self.rates, loads.slots, loads.rows, number, row.own_widths, has_codes=has_codes)
         is_fused = recipe.perf.kernels == "auto" or recipe.perf.chosen_kernels.experts == "fused"
         return passes if is_fused else passes.times(EXPERTS_OF_TORCH)
+
+    def _adapter(self, row: Module, load: float) -> Passes:
+        """The low-rank factors beside a module."""
+        base = next(it for it in self.rows if it.path == row.path.removesuffix(".adapter"))
+        of_model, p = self.recipe.model.adapter, self.recipe.parallel
+        if base.region == "experts":
+            slots = layer_loads(self.recipe).slots * load
+            return expert_adapter(self.rates, slots, base.own_widths, of_model.rank_of("experts"))
+        tokens = self.num_tokens * (max(p.tp, 1) if base.own_widths != base.widths else 1)
+        kind = kind_of_linear(base.path)
+        assert kind is not None, "linear layers with adapters have a kind"
+        return linear_adapter(self.rates, tokens, base.own_widths, num_matrices(base.path), of_model.rank_of(kind))
 
     def _messages(self) -> Mapping[str, float]:
         """What a layer's messages take of a forward, and again of its backward."""
@@ -160,11 +177,15 @@ class _Block:
             return 0.0
         if "block" in names:
             return times.forward
+        if row.is_adapter and row.region != "experts":
+            return 0.0
         if row.region == "experts":
             return 2 / 3 * times.forward if {"moe_act", "experts"} & set(names) else 0.0
         freed = row.freed_by([name for name in names if name != "attention"])
         if part == "attention":
             freed = row.freed_by(["attention"]) * ("attention" in names)
+        if part == "codes":
+            return times.forward if freed else 0.0
         if freed and part in ("linears", "attention") and not (row.path.endswith("qkv")):
             return times.forward
         return 2 * self.num_tokens * freed * self.element / self.rates.memory if freed else 0.0

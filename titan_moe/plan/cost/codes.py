@@ -20,11 +20,12 @@ def stored_modules(part: RankPart) -> Iterator[tuple[Module, int]]:
         return
     passes = passes_of(model, patterns)
     for row in part.count.modules:
-        if not row.is_adapter and row.layers is not None and _can_be_codes(row):
+        if not row.is_adapter and row.layers is not None and can_be_codes(row):
             yield row, sum(passes[row.path, layer].share == 0 for layer in row.layers)
 
 
-def _can_be_codes(row: Module) -> bool:
+def can_be_codes(row: Module) -> bool:
+    """Whether a weight is one that is stored as codes, where a recipe stores any."""
     return row.part == "experts" or (row.part is not None and kind_of_linear(row.path) is not None)
 
 
@@ -54,6 +55,6 @@ def numbers_bytes(recipe: Recipe) -> float:
     """The bytes of the largest weight whose numbers exist at a time, in compute's dtype."""
     if not recipe.model.adapter.has_codes:
         return 0.0
-    rows = [row for row in modules_of(recipe.model, recipe.parallel) if not row.is_adapter and _can_be_codes(row)]
+    rows = [row for row in modules_of(recipe.model, recipe.parallel) if not row.is_adapter and can_be_codes(row)]
     sizes = (row.own_parameters * (2 / 3 if row.part == "experts" else 1) for row in rows)  # gate and up
     return max(sizes, default=0) * BYTES_OF_DTYPE[recipe.precision.compute]

@@ -12,8 +12,10 @@ from statistics import NormalDist
 from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.recompute import recompute_of
 from titan_moe.plan.cost import muon, replicated_grads
 from titan_moe.plan.cost.block_time import GEMMS, Times, head_times, layer_times
+from titan_moe.plan.cost.codes import stored_numbers
 from titan_moe.plan.cost.count import training_flops_per_token
 from titan_moe.plan.cost.gemm_time import Passes
 from titan_moe.plan.cost.memory import experts_per_rank, trained_experts_per_rank
@@ -39,16 +41,20 @@ SPREAD = 0.04
 layers in load. All ranks wait for the slowest (barriers take 4.2 % of a recorded step on 4 GPUs)."""
 LAUNCH, LAUNCH_OF_ROWS = 10e-3, 7e-3
 """Seconds that the host takes to launch a layer's forward and backward, and its dispatcher's."""
+KERNELS, KERNELS_OF_ADAPTERS = (25, 40), (24, 52)
+"""Some of a layer, and of adapters of its attention and experts and of codes, in forward and backward, by the lines of
+adapters/low_rank.py and kernels/experts/adapted_fused_mlp.py. Each takes the host as long as one of the layer's."""
 GAPS, GAPS_OF_A_GRAPH = 0.035, 0.015
 """Of a step, between launched kernels, and between those of a graph."""
 CAST, ACCUMULATE_FIRST, ACCUMULATE = 6, 6, 10
 """Bytes a parameter of unsharded experts: to cast fp32, and to add gradients in bf16 into fp32."""
 CODES = 11
 """To quantise a weight in bf16 for forward and backward."""
-COPIES = 12
-"""Of a gathered parameter, and its gradient, in FSDP's buffers."""
-MUON_RATE, MUON_COPIES = 0.77, 50
-"""Of the rate of dense GEMMs, and bytes of copies a parameter (tools/results/steps.md)."""
+COPIES, COPIES_OF_FROZEN = 12, 4
+"""Of a gathered parameter, and its gradient, in FSDP's buffers; of one without a gradient."""
+MUON_RATE, MUON_COPIES = 0.81, 15
+"""Of the rate of dense GEMMs, with the FLOPs of whole products, of which some are computed by halves; and bytes a
+parameter of norms and divisions. By kernels alone (tools/results/kernels.md, steps.md)."""
 HOST_EXPOSED = 0.25
 """Of copies to and from the host, that takes time of kernels (tools/results/memory.md)."""
 
@@ -91,7 +97,7 @@ def predict(resolved: Resolved, rates: Rates, load: float = 0.0, layers: Sequenc
     total = sum(step.values())
     step["launch"] = GAPS_OF_A_GRAPH * total
     if recipe.compile.cudagraph == "off":
-        host = number * len(_layers_of(resolved, slowest)) * (LAUNCH + LAUNCH_OF_ROWS * (recipe.parallel.ep > 1))
+        host = number * _launched_seconds(recipe, _layers_of(resolved, slowest))
         step["launch"] = max(GAPS * total, host - total)
     total += step["launch"]
     tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / world / recipe.run.ranks_per_gpu
@@ -99,6 +105,17 @@ def predict(resolved: Resolved, rates: Rates, load: float = 0.0, layers: Sequenc
     flops = training_flops_per_token(recipe.model, recipe.train.seq_len_tokens, recipe.optim.trainable)
     kept = {name: part for name, part in step.items() if part > 0}
     return Prediction(total, kept, rate, rate * flops / rates.peak, bubble / total, rates)
+
+
+def _launched_seconds(recipe: Recipe, layers: Sequence[int]) -> float:
+    """What the host takes for a microbatch of these layers."""
+    forward, backward = KERNELS
+    of_one = LAUNCH + LAUNCH_OF_ROWS * (recipe.parallel.ep > 1)
+    if recipe.model.adapter.is_used:
+        of_one *= 1 + sum(KERNELS_OF_ADAPTERS) / (forward + backward)
+        forward, backward = (a + b for a, b in zip(KERNELS, KERNELS_OF_ADAPTERS, strict=True))
+    again = len(recompute_of(recipe).of("block").intersection(layers)) * forward / (forward + backward)
+    return (len(layers) + again) * of_one
 
 
 def usual_load(recipe: Recipe) -> float:
@@ -182,17 +199,24 @@ def _copied_bytes(part: RankPart, run: Resolved, number: int) -> float:
     """Bytes of passes over parameters and their gradients."""
     recipe, p = part.recipe, part.recipe.parallel
     times = 1 if p.accumulate_unsharded else number
-    dense = part.count.dense_of_a_rank * (COPIES * times + (ACCUMULATE * number if p.accumulate_unsharded else 0))
+    trained_dense = part.count.trained_dense_of_a_rank
+    frozen = part.count.dense_of_a_rank - trained_dense - stored_numbers(part, of_experts=False)
+    dense = trained_dense * (COPIES * times + (ACCUMULATE * number if p.accumulate_unsharded else 0))
+    dense += max(frozen, 0) * COPIES_OF_FROZEN * times
     experts, trained = experts_per_rank(recipe), trained_experts_per_rank(recipe)
     if not run.experts_are_unsharded:
-        copied = experts * COPIES * times + (trained * ACCUMULATE * number if p.accumulate_unsharded else 0)
-        return dense + copied
+        frozen = experts - trained - stored_numbers(part, of_experts=True)
+        copied = (trained * COPIES + max(frozen, 0) * COPIES_OF_FROZEN) * times
+        return dense + copied + (trained * ACCUMULATE * number if p.accumulate_unsharded else 0)
     casts = CAST if recipe.precision.compute != recipe.precision.parameters else 0
     if recipe.precision.format_of("experts") != "compute":
         casts = CODES
     added = ACCUMULATE_FIRST + ACCUMULATE * (number - 1)
     is_fp32 = BYTES_OF_DTYPE[recipe.precision.gradients_dtype] == 4
-    return dense + experts * casts * times + trained * added * (1 if is_fp32 else 0.6)
+    is_freed = p.pp == 1 and not p.accumulate_unsharded  # as memory.py counts it
+    again = recompute_of(recipe).of("block", "expert_weights") if is_freed else frozenset[int]()
+    share = len(again.intersection(recipe.model.moe_layers)) / max(recipe.model.num_moe_layers, 1)
+    return dense + trained * casts * (1 + share) * times + trained * added * (1 if is_fp32 else 0.6)
 
 
 def _sum(times: Sequence[Times]) -> Times:
