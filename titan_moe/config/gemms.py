@@ -36,7 +36,7 @@ class GemmModule(NamedTuple):
         return f"layers.*.{self.path}"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def gemm_modules(model: ModelConfig, parallel: ParallelConfig = ALONE) -> tuple[GemmModule, ...]:
     """List the modules of all layers. The blocks of a `model.class` of one's own may lack some."""
     rows = [(row.path, row.part, row.widths, row) for row in modules_of(model, parallel) if row.part]

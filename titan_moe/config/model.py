@@ -6,6 +6,7 @@ from typing import Any, Literal
 from titan_moe.config.adapter import AdapterConfig
 from titan_moe.config.attention import AttentionConfig
 from titan_moe.config.balance import AuxLosses
+from titan_moe.config.hashed import hashed_once
 from titan_moe.config.layer_kinds import Layers as Layers
 from titan_moe.config.layer_kinds import consecutive, layers_by_kind
 from titan_moe.config.mtp import MTPConfig
@@ -141,6 +142,7 @@ class MoEConfig:
         return [] if self.score_on == "activation" else ['model.moe.score_on = "activation"']
 
 
+@hashed_once
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer with MoE feed-forward layers."""

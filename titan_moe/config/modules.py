@@ -94,7 +94,7 @@ ALONE = ParallelConfig()
 """The layout of one rank."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def modules_of(model: ModelConfig, parallel: ParallelConfig = ALONE) -> tuple[Module, ...]:
     """The table of a model, in the order of its forward.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from titan_moe.config.dispatchers import DISPATCHERS, WAY_TO_ADD, DispatcherFacts, facts_of
+from titan_moe.config.hashed import hashed_once
 from titan_moe.config.precision import BYTES_OF_DTYPE, PrecisionConfig
 from titan_moe.config.schema import OneOf
 
@@ -17,6 +18,7 @@ ASSUMED_RANKS_OF_A_NODE = 8
 _IS_PLAN: ContextVar[bool] = ContextVar("_IS_PLAN", default=False)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class ParallelConfig:
     """Two views of the same ranks (parallel folding, arXiv:2504.14960).

@@ -46,7 +46,7 @@ def names_of(row: Module, layer: int | None) -> Iterator[tuple[str, int]]:
         yield f"{prefix}{row.owner or row.path}{attribute and '.'}{attribute}", size
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def passes_of(
     model: ModelConfig, patterns: Patterns, *, follows: bool = False
 ) -> Mapping[tuple[str, int | None], Passes]:

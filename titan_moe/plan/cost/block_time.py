@@ -51,9 +51,9 @@ def layer_times(recipe: Recipe, world_size: int, rates: Rates, load: float) -> l
     codes, again = formats_by_layer(recipe), recompute_of(recipe)
     passes = passes_of(recipe.model, recipe.optim.trainable)
     of_kind: dict[tuple[object, ...], Times] = {}
-    times = []
+    times, modules = [], modules_of(recipe.model, recipe.parallel)
     for layer in range(recipe.model.num_blocks):
-        rows = tuple(row for row in modules_of(recipe.model, recipe.parallel) if row.is_in(layer))
+        rows = tuple(row for row in modules if row.is_in(layer))
         own_codes = frozenset(path for path, of_layer in codes if of_layer == layer)
         names = tuple(again.names_of(layer))
         own_passes = tuple(passes.get((row.path, layer), (1, 1.0)) for row in rows)

@@ -26,7 +26,7 @@ from titan_moe.plan.cost.roofline import sharding_by_group, update_work
 from titan_moe.plan.pipeline.makespan import makespan_of
 from titan_moe.plan.pipeline.parts import RankPart, part_of
 from titan_moe.plan.pipeline.simulation import Times as StageTimes
-from titan_moe.plan.pipeline.weight_grads import split_flops
+from titan_moe.plan.pipeline.weight_grads import split_flops, splits_backward
 from titan_moe.plan.resolved import Resolved
 
 NATURAL_LOAD = 1.03
@@ -155,9 +155,10 @@ def largest_of(number: int) -> float:
 def _makespan(resolved: Resolved, of_stages: Sequence[Times], number: int, message: float) -> float:
     """The time of a pipeline's microbatches. Of many, a few are simulated: each one more takes as long."""
     recipe, p = resolved.recipe, resolved.recipe.parallel
-    shares = [
-        flops.backward_weight / max(flops.total - flops.forward, 1) for flops in split_flops(recipe, resolved.stages)
-    ]
+    shares = [0.0] * len(of_stages)
+    if splits_backward(recipe):
+        flops_of_stages = split_flops(recipe, resolved.stages)
+        shares = [flops.backward_weight / max(flops.total - flops.forward, 1) for flops in flops_of_stages]
     forward = [sum(part.forward for part in times.values()) + message for times in of_stages]
     backward = [sum(part.total - part.forward for part in times.values()) + message for times in of_stages]
     times = StageTimes(

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.plan.pipeline.action import actions_in, needs_of
+from titan_moe.plan.pipeline.action import Action, actions_in, needs_of
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import Times
 
@@ -62,15 +62,18 @@ def _order_of(schedule: str, pp: int, vpp: int, number: int, has_pairs: bool) ->
     at: dict[object, int] = {}
     steps: list[_Step] = []
     heads = [0] * len(listed)
+    waited: list[tuple[Action, ...]] = [()] * len(listed)  # what the heads need that is not there yet
     progressed = True
     while progressed:
         progressed = False
         for rank, of_rank in enumerate(listed):
             while heads[rank] < len(of_rank):
-                each = of_rank[heads[rank]]
-                own = list(actions_in(each))
-                needed = [need for one in own for need in needs_of(one, actions, last_stage)]
+                if not all(need in at for need in waited[rank]):
+                    break
+                own = actions_in(of_rank[heads[rank]])
+                needed = waited[rank] or tuple(need for one in own for need in needs_of(one, actions, last_stage))
                 if not all(need in at for need in needed):
+                    waited[rank] = needed
                     break
                 needs = tuple(at[need] for need in needed)
                 for number_of, one in enumerate(own):
@@ -78,5 +81,6 @@ def _order_of(schedule: str, pp: int, vpp: int, number: int, has_pairs: bool) ->
                     steps.append(_Step(rank, kind, () if number_of else needs))
                 at |= dict.fromkeys(own, len(steps) - 1)  # both results of a pair are there at its end
                 heads[rank] += 1
+                waited[rank] = ()
                 progressed = True
     return _Order(tuple(kinds), tuple(steps))

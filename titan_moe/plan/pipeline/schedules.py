@@ -10,12 +10,12 @@ messages in the same order, ranks do not deadlock, and a result is received befo
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
-from titan_moe.plan.pipeline.action import Action, Pair, flat, needs_of
+from titan_moe.plan.pipeline.action import Action, Pair, flat
 from titan_moe.plan.pipeline.orders import Order, order_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
@@ -52,19 +52,15 @@ def measure_rank(
 ) -> float:
     """Apply a measure to a rank's list and the sizes of its stages. Recipes that differ in other fields share it."""
     p = parallel
-    pipeline = ParallelConfig(pp=p.pp, vpp=p.vpp, pp_schedule=p.pp_schedule, overlap=p.overlap)
-    return _measure_rank(measure, pipeline, num_microbatches, rank, tuple(sizes.items()))
+    pipeline = (p.pp_schedule, p.pp, p.vpp, num_microbatches, p.overlap == "microbatch")
+    return _measure_rank(measure, pipeline, rank, tuple(sizes.items()))
 
 
 @lru_cache(maxsize=4096)
 def _measure_rank(
-    measure: Measure,
-    parallel: ParallelConfig,
-    num_microbatches: int,
-    rank: int,
-    sizes: tuple[tuple[int, float], ...],
+    measure: Measure, pipeline: tuple[str, int, int, int, bool], rank: int, sizes: tuple[tuple[int, float], ...]
 ) -> float:
-    return measure(actions_of_recipe(parallel, num_microbatches)[rank], dict(sizes))
+    return measure(list(_actions_of(*pipeline)[rank]), dict(sizes))
 
 
 @lru_cache(maxsize=64)
@@ -99,8 +95,8 @@ def lay_out(orders: Sequence[Order], rank_of: Sequence[int]) -> list[list[Action
                 _exchange(action, ranks, rank_of)
         for rank in ranks:
             rank.begin(now, ended)
-        waiting = {number: rank.order[0] for number, rank in enumerate(ranks) if rank.order}
-        if waiting and not any(rank.running for rank in ranks):
+        if not any(rank.running for rank in ranks) and any(rank.order for rank in ranks):
+            waiting = {number: rank.order[0] for number, rank in enumerate(ranks) if rank.order}
             raise ValueError(f"pipeline ranks wait for each other; by rank: {waiting}")
         now += 1
     return [rank.actions for rank in ranks]
@@ -119,6 +115,19 @@ def _exchange(action: Action, ranks: Sequence["_Rank"], rank_of: Sequence[int]) 
     else:
         sender.append(Action("send_gradient", stage, microbatch))
         receiver.append(Action("receive_gradient", to, microbatch))
+
+
+def _can_begin(action: Action, ended: Set[Action], last_stage: int) -> bool:
+    """Whether all has ended that an action of an order waits for: what `needs_of` says, where messages take no time."""
+    kind, stage, microbatch = action
+    if kind == "forward":
+        return stage == 0 or ("forward", stage - 1, microbatch) in ended
+    if ("forward", stage, microbatch) not in ended:
+        return False
+    after = stage + 1
+    return stage == last_stage or not ended.isdisjoint(
+        (("backward", after, microbatch), ("backward_input", after, microbatch))
+    )
 
 
 class _Rank:
@@ -157,12 +166,7 @@ class _Rank:
         self.num_in_flight += sum((action.kind == "forward") - action.frees for action in self.running)
 
     def _next(self, ended: set[Action]) -> tuple[Action, ...]:
-        needed = (
-            (need for action in self.order[0] for need in needs_of(action, ended, self.num_stages - 1))
-            if self.order
-            else ()
-        )
-        if self.order and all(need in ended for need in needed):
+        if self.order and all(_can_begin(action, ended, self.num_stages - 1) for action in self.order[0]):
             is_full = self.num_in_flight >= self.num_stages and self.order[0][0].kind == "forward"
             if not (is_full and self.weight_grads):
                 return self.order.popleft()
