@@ -255,8 +255,10 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
         elements += m.hidden_size * microbatch_tokens(recipe)
     if "block" in again.layers:
         modules = modules_of(m, recipe.parallel)
-        of_layers = (sum(it.kept for it in modules if it.is_in(layer)) for layer in range(m.num_blocks))
-        elements += max(of_layers, default=0) * microbatch_tokens(recipe)
+        of_layers = Counter[int]()
+        for it in modules:
+            of_layers.update(dict.fromkeys(it.layers or (), it.kept))
+        elements += max(of_layers.values(), default=0) * microbatch_tokens(recipe)
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
 

@@ -54,13 +54,14 @@ def _duration(times: Times, kind: str, stage: int) -> float:
 
 @lru_cache(maxsize=64)
 def _order_of(schedule: str, pp: int, vpp: int, number: int, has_pairs: bool) -> _Order:
-    """The steps of all ranks. A pair is two steps, of which the first one has the needs of both."""
+    """The steps of all ranks, without messages. A pair is two steps, of which the first one has the needs of both."""
     listed = actions_of(schedule, pp, vpp, number, has_pairs=has_pairs)
     actions = {action for of_rank in listed for each in of_rank for action in actions_in(each)}
     last_stage = max(action.stage for action in actions)
     kinds: dict[tuple[str, int], int] = {}
     at: dict[object, int] = {}
     steps: list[_Step] = []
+    last = [-1] * len(listed)  # steps of the ranks
     heads = [0] * len(listed)
     waited: list[tuple[Action, ...]] = [()] * len(listed)  # what the heads need that is not there yet
     progressed = True
@@ -71,6 +72,11 @@ def _order_of(schedule: str, pp: int, vpp: int, number: int, has_pairs: bool) ->
                 if not all(need in at for need in waited[rank]):
                     break
                 own = actions_in(of_rank[heads[rank]])
+                if own[0].is_message:  # waits for nothing but what its rank did before, and takes no time
+                    at[own[0]] = last[rank]
+                    heads[rank] += 1
+                    progressed = True
+                    continue
                 needed = waited[rank] or tuple(need for one in own for need in needs_of(one, actions, last_stage))
                 if not all(need in at for need in needed):
                     waited[rank] = needed
@@ -79,7 +85,8 @@ def _order_of(schedule: str, pp: int, vpp: int, number: int, has_pairs: bool) ->
                 for number_of, one in enumerate(own):
                     kind = kinds.setdefault((one.kind, one.stage), len(kinds))
                     steps.append(_Step(rank, kind, () if number_of else needs))
-                at |= dict.fromkeys(own, len(steps) - 1)  # both results of a pair are there at its end
+                last[rank] = len(steps) - 1
+                at |= dict.fromkeys(own, last[rank])  # both results of a pair are there at its end
                 heads[rank] += 1
                 waited[rank] = ()
                 progressed = True
