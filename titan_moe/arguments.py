@@ -33,7 +33,7 @@ def command_line() -> argparse.ArgumentParser:
     purpose = "profile a few steps of a recipe and write an HTML report"
     _add_verb(verbs, "trace", purpose, "the recipe; the report is written into RUN/trace", launched)
     purpose = "check a recipe and show its shape and cost, without importing torch"
-    options = "[--nproc-per-node N] [--gpu NAME] [--explain [KEY]] "
+    options = "[--nproc-per-node N] [--gpu NAME] [--json] [--explain [KEY]] "
     checked = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
     of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
     checked.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
@@ -42,6 +42,7 @@ def command_line() -> argparse.ArgumentParser:
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
     )
     checked.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. Its speed is predicted too")
+    checked.add_argument("--json", action="store_true", help="print one object of JSON, with breaches of rules")
     explained = "explain a field or a section of recipes; without KEY list all fields"
     checked.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
     _add_plan(verbs)

@@ -5,6 +5,7 @@ Refuses invalid recipes before it imports torch.
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from titan_moe.arguments import command_line
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.explain import explain, list_fields, recipe_with_explanations
 from titan_moe.config.nearest import nearest_key
+from titan_moe.config.parallel import planning, smallest_world
 from titan_moe.config.parse import split_overrides
 from titan_moe.config.train import RunConfig
 from titan_moe.entry import (
@@ -39,6 +41,7 @@ from titan_moe.entry import (
     recipes_of_evaluation,
     written,
 )
+from titan_moe.plan.check_data import check_data
 from titan_moe.run.end_process import end_soon
 from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
 from titan_moe.run.parent_death import die_with_parent
@@ -132,7 +135,7 @@ def _command(argv: Sequence[str]) -> int:
             return _use(args, overrides, argv)
         if args.verb == "check":
             with _closed_pipe_ignored():
-                _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
+                return _check(args, overrides)
             return 0
         if args.verb == "plan":
             with _closed_pipe_ignored():
@@ -161,14 +164,29 @@ def _tell_of_several_paths(overrides: list[str]) -> None:
         print(f'of {" and ".join(paths)} the last is read; data.source = "mixture" mixes several', file=sys.stderr)
 
 
-def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str | None, key: str | None) -> None:
-    if key is not None:
-        print(explain(key) if key else list_fields())
-    if path is None:
-        return
-    print(check(path, overrides, num_ranks=nproc, gpu=gpu))
-    if nproc is None:
+def _check(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.explain is not None:
+        print(explain(args.explain) if args.explain else list_fields())
+    if args.recipe is None:
+        return 0
+    if args.json:
+        return _check_as_json(args, overrides)
+    print(check(args.recipe, overrides, num_ranks=args.nproc, gpu=args.gpu))
+    if args.nproc is None:
         print("\nThis is the smallest number of ranks that the layout allows; --nproc N checks another.")
+    return 0
+
+
+def _check_as_json(args: argparse.Namespace, overrides: list[str]) -> int:
+    """One object, also of a recipe that breaks rules: these alone, then."""
+    try:
+        with planning():
+            recipe = load_accepted(args.recipe, overrides, args.nproc)
+        data, code = check_data(recipe, args.nproc or smallest_world(recipe.parallel), args.gpu), 0
+    except RecipeError as error:
+        data, code = {"breaches": list(error.problems)}, EXIT_BAD_RECIPE
+    print(json.dumps(data, indent=1))
+    return code
 
 
 def _convert(args: argparse.Namespace) -> int:
