@@ -18,7 +18,7 @@ from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import AUTO
-from titan_moe.config.rules import check_rules
+from titan_moe.config.rules import check_rules, rules_of
 from titan_moe.config.trainable import trains_all
 from titan_moe.plan.choice.hardware import Hardware, find_hardware
 from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, limit_gib, with_entries
@@ -49,6 +49,8 @@ LADDER = (
     ("block",),
 )
 """What is computed again while layouts are compared; for those that are found "auto" is asked."""
+CHANGED = ("parallel.", "compile.", "memory.recompute", "train.micro_batch_sequences")
+"""Fields of candidates."""
 FILL = {"1f1b": 1.0, "interleaved_1f1b": 1.0, "zbv": 0.1, "dualpipev": 0.3}
 """By schedule, of the waits of a pipeline that fills and drains, what its best case leaves."""
 
@@ -113,6 +115,16 @@ def fewest_ranks(recipe: Recipe, most: int, gpu: str, fixed: Mapping[str, object
     return number, result
 
 
+def _breach_of_all(recipe: Recipe, world_size: int) -> str:
+    """A breach of a rule by fields that no candidate changes, or any of a step without tokens; empty without one."""
+    is_empty = min(recipe.train.seq_len_tokens, recipe.train.global_batch_sequences) < 1
+    for rule in rules_of(recipe):
+        if is_empty or not any(field.startswith(CHANGED) for field in rule.fields):
+            for breach in rule.breaches(recipe, world_size):
+                return str(breach)
+    return ""
+
+
 class _Search:
     def __init__(
         self, recipe: Recipe, world_size: int, rates: Rates, hardware: Hardware, fixed: Mapping[str, object]
@@ -137,7 +149,9 @@ class _Search:
         self.num_candidates = self.num_tried = 0
 
     def run(self, top: int) -> Result:
-        """The best layouts first."""
+        """The best layouts first; none of a recipe that no layout mends, of which nothing is counted."""
+        if refusal := _breach_of_all(self.recipe, self.world_size):
+            return Result([], 0, 0, refusal)
         found = sorted(islice(self._in_order(), top), key=lambda one: -one.prediction.tokens_per_second)
         return Result(found, self.num_candidates, self.num_tried, "" if self.is_allowed else self.refusal)
 

@@ -39,6 +39,8 @@ class Passes(NamedTuple):
 def linear_seconds(rates: Rates, rows: float, widths: tuple[int, int], *, has_codes: bool) -> float:
     """One GEMM of a linear layer, with a third of what quantising its operands takes in forward and backward."""
     flops = 2.0 * rows * widths[0] * widths[1]
+    if not rows:
+        return 0.0
     filled = rows / (rows + ROWS_OF_A_TILE) / (1 + NARROW / max(min(widths), 1))
     if not has_codes:
         return flops / (rates.dense * filled)
@@ -51,6 +53,8 @@ def expert_passes(
 ) -> Passes:
     """Experts of a layer on one rank: gated MLPs of so many slots in all, which read so many rows."""
     width, hidden = widths
+    if not slots:
+        return Passes()
     of_one = slots / max(num_experts, 1)
     filled = of_one / (of_one + ROWS_OF_A_TILE / 2) / (1 + NARROW_EXPERTS / max(min(width, hidden), 1))
     gemms = 6.0 * slots * width * hidden / ((rates.grouped_codes if has_codes else rates.grouped) * filled)
