@@ -17,6 +17,7 @@ from titan_moe.checkpoint.hf import load_hf, save_hf
 from titan_moe.checkpoint.hf_stream import hf_weights
 from titan_moe.config.adapter import AdapterConfig, BaseFormat
 from titan_moe.kernels.formats.casts import round_to
+from titan_moe.kernels.formats.stored import numbers_reference
 from titan_moe.models.transformer import Transformer
 from titan_moe.parameters import SCALES
 
@@ -107,10 +108,31 @@ def test_a_run_rounds_a_base_and_resumes_exactly(tiny, tmp_path: Path) -> None:
     of_mean = next((tmp_path / "of_mean").glob("*.safetensors"))
     assert of_mean.read_bytes() == later.read_bytes()
     assert cli.main(["generate", str(checkpoint), "5 7", "--max-tokens=2"]) == 0
-    goes_on = tiny(*QWEN, *CODES, f"--checkpoint.load_from={checkpoint}", "--train.steps=1")
-    assert goes_on.train() == 0
     plain = tiny(*QWEN, "--model.adapter.rank=4", f"--checkpoint.load_from={checkpoint}", "--train.steps=1")
-    assert plain.train() == 2
+    other = tiny(*QWEN, *CODES, "--model.adapter.base=fp8_blockwise", *plain.words[-2:])
+    assert plain.train() == other.train() == 0
+    numbers = after[f"/{weight}"].float() * after[f"/{weight}{SCALES}"][..., None]
+    assert plain.checkpoint(1)[f"/{weight}"].equal(numbers)
+    codes, scales = (other.checkpoint(1)[f"/{weight}{end}"] for end in ("", SCALES))
+    rounded = round_to(numbers, "fp8_blockwise", "weight", -1, power_of_two_scales=True)
+    assert numbers_reference(codes, scales, torch.float32).equal(rounded)
+
+
+def test_codes_of_a_light_checkpoint_are_rounded_from_its_base(tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also beside layers that train; a run cannot begin with it."""
+    base = tiny("--train.steps=1", *QWEN)
+    assert base.train() == 0
+    origin = f"--checkpoint.load_from={base.folder / 'checkpoints' / 'step-1'}"
+    words = *QWEN, *CODES, '--optim.trainable=["layers.1.*"]', "--train.steps=1"
+    light, whole = tiny(*words, origin, "--checkpoint.saves_frozen=false"), tiny(*words, origin)
+    assert light.train() == whole.train() == 0
+    capfd.readouterr()
+    for run in (light, whole):
+        assert cli.main(["evaluate", str(run.folder), "--run.device=cpu", "--data.source=synthetic"]) == 0
+    first, second = (line for line in capfd.readouterr().out.splitlines() if line.startswith("data"))
+    assert first == second
+    assert tiny(*words, f"--checkpoint.load_from={light.folder / 'checkpoints' / 'step-1'}").train() == 2
+    assert "it has no frozen weights (checkpoint.saves_frozen = false)" in capfd.readouterr().err
 
 
 def test_a_random_base_is_drawn_into_codes(tiny, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,19 +1,29 @@
 """Adapters train on every layout as on one process, beside frozen weights."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import load
 from torch.distributed.tensor import DTensor
 
+from titan_moe.checkpoint import storage
+from titan_moe.checkpoint.codes import codes_of
+from titan_moe.checkpoint.manifest import Manifest
+from titan_moe.checkpoint.masters import MasterState
+from titan_moe.checkpoint.merged import factor_names
+from titan_moe.checkpoint.read import load_weights_of
 from titan_moe.config import Recipe
 from titan_moe.config.adapter import AdapterConfig, AdapterOfKind
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.config.train import OptimConfig
-from titan_moe.parameters import local
+from titan_moe.kernels.formats.casts import round_to
+from titan_moe.kernels.formats.stored import numbers_reference
+from titan_moe.parameters import SCALES, local
 from titan_moe.plan.cost.memory import trained_of
 from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.training.build import assemble
@@ -93,6 +103,29 @@ def test_codes_train_as_on_one_process(ranks, num_ranks: int, parallel: Parallel
         traces = one_loss.run(ranks, num_ranks, run, -1, 2)
     for trace in traces:
         one_loss.assert_same(trace, alone, 1e-9)
+
+
+def rounded(run: Recipe, folder: Path) -> tuple[int, int]:
+    """The number of this rank's codes from a checkpoint without them, and of those that differ from its own weights."""
+    plain = assemble(replace(run, model=replace(run.model, adapter=AdapterConfig())), torch.device("cpu")).parts
+    storage.save(MasterState(plain).state_dict(), folder, Manifest({}, "", {}))
+    parts, group = assemble(run, torch.device("cpu")).parts, dist.new_group(backend="gloo")
+    load_weights_of(parts, folder, group, frozenset(factor_names(parts)))
+    weights = {name: weight for part in plain for name, weight in part.named_parameters()}
+    codes, different = codes_of(parts), 0
+    for name in (name for name in codes if not name.endswith(SCALES)):
+        numbers = numbers_reference(local(codes[name]), local(codes[f"{name}{SCALES}"]), torch.float32)
+        values = local(weights[name].detach())[None].float()
+        different += not numbers.equal(round_to(values, "fp8_rowwise", "weight", -1, power_of_two_scales=True)[0])
+    return len(codes) // 2, different
+
+
+def test_stages_with_unequal_layers_round_a_base(ranks, tmp_path: Path) -> None:
+    """No rank waits for another: each reads its own layers."""
+    run = adapted(PP2)
+    run = replace(run, model=replace(run.model, adapter=replace(ADAPTER, base="fp8_rowwise")))
+    (first, wrong), (second, wrong_too) = ranks(2, rounded, run, tmp_path / "step-1")
+    assert first != second and first and second and not wrong and not wrong_too
 
 
 def test_frozen_routers_balance_as_on_one_process(ranks) -> None:

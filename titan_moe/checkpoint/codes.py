@@ -6,13 +6,26 @@ in memory.
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.checkpoint.hf_names.names import split_name
-from titan_moe.kernels.formats.stored import BLOCK, numbers_reference, store
-from titan_moe.parameters import SCALES, Chunk, ParameterKind, local, named_kinds, names_of_codes
+from titan_moe.checkpoint.storage import ChunkedTensor, PlainReader, RowsOf, load_slices
+from titan_moe.checkpoint.weights import Shape
+from titan_moe.kernels.formats.stored import BLOCK, CODES, store
+from titan_moe.kernels.optim.split_master import store_split
+from titan_moe.parameters import (
+    SCALES,
+    Chunk,
+    ParameterKind,
+    local,
+    local_chunks,
+    named_kinds,
+    names_of_codes,
+    remainder_of,
+)
 
 
 def codes_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
@@ -30,13 +43,56 @@ def is_scale(name: str, codes: Mapping[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
-def load_rounded(codes: Mapping[str, Tensor], names: Iterable[str], read: Callable[[dict[str, Tensor]], None]) -> None:
-    """Let `read` fill the weights of a layer in fp32, and round them into their codes. Collective where `read` is."""
+def load_numbers(own: Mapping[str, Tensor], names: Iterable[str], read: Callable[[dict[str, Tensor]], None]) -> None:
+    """Let `read` fill the weights of a layer in fp32, and round them into their codes, where `own` has scales of them,
+    or into their dtype. Ranks have other layers, or other numbers of them, so `read` may not be collective."""
     for _, of_layer in groupby(sorted(names, key=_layer), _layer):
-        wide = {name: torch.empty_like(codes[name], dtype=torch.float32) for name in of_layer}
+        wide = {name: torch.empty_like(own[name], dtype=torch.float32) for name in of_layer}
         read(wide)
         for name, values in wide.items():
-            store(local(values), local(codes[name].detach()), local(codes[f"{name}{SCALES}"].detach()))
+            weight, scales = local(own[name].detach()), own.get(f"{name}{SCALES}")
+            if scales is not None:
+                store(local(values), weight, local(scales.detach()))
+            else:
+                rest = remainder_of(own[name])
+                store_split(weight, None if rest is None else local(rest), local(values))
+
+
+def in_another_form(own: Mapping[str, Shape], saved: Mapping[str, Shape]) -> set[str]:
+    """The names of weights that are codes in a model or in a checkpoint alone, or other codes in both."""
+    scales = {name for name in own.keys() | saved.keys() if name.endswith(SCALES)}
+    names = {name.removesuffix(SCALES) for name in scales if own.get(name) != saved.get(name)}
+    return names & own.keys() & saved.keys()
+
+
+def read_numbers(folder: Path, saved: Mapping[str, Shape], rows_of: RowsOf) -> Callable[[dict[str, Tensor]], None]:
+    """What fills this rank's slices of weights, in fp32, from a checkpoint, on this rank alone. Codes become numbers.
+
+    Raises, when called: ValueError with one sentence for what cannot be read.
+    """
+    reader = PlainReader(folder)
+
+    def read(wide: dict[str, Tensor]) -> None:
+        slices: dict[str, ChunkedTensor | Tensor] = {}
+        chunks = {
+            name: [chunk for chunk in local_chunks(values, rows_of(name)) if chunk.values.numel()]
+            for name, values in wide.items()
+        }
+        coded = {name: saved[f"{name}{SCALES}"] for name in wide if f"{name}{SCALES}" in saved}
+        for name, of_name in chunks.items():
+            if name in coded:
+                of_name = [each._replace(values=torch.empty_like(each.values, dtype=CODES)) for each in of_name]
+                slices[f"{name}{SCALES}"] = torch.empty(coded[name] or ())
+            slices[name] = ChunkedTensor(wide[name].size(), of_name)
+        load_slices(slices, reader)
+        for name in coded:
+            box, scales = slices[name], slices[f"{name}{SCALES}"]
+            assert isinstance(box, ChunkedTensor) and isinstance(scales, Tensor)
+            for chunk in chunks[name]:
+                codes = chunk._replace(values=box.chunks[torch.Size(chunk.offsets)])
+                chunk.values.copy_(numbers_of_chunk(codes, scales.to(codes.values.device)).values)
+
+    return read
 
 
 def _layer(name: str) -> int:
@@ -45,12 +101,13 @@ def _layer(name: str) -> int:
 
 
 def numbers_of_chunk(chunk: Chunk, scales: Tensor) -> Chunk:
-    """A slice of codes along their first dimension as numbers in fp32; the scales are whole."""
-    begin, end = chunk.offsets[0], chunk.offsets[0] + len(chunk.values)
-    if chunk.values.ndim > 2 or scales.ndim == 1:  # of experts, or of outputs
-        return chunk._replace(values=numbers_reference(chunk.values, scales[begin:end], torch.float32))
-    of_rows = scales.repeat_interleave(BLOCK, 0)[begin:end].repeat_interleave(BLOCK, 1)[:, : chunk.values.shape[1]]
-    return chunk._replace(values=chunk.values.float() * of_rows)
+    """A slice of codes as numbers in fp32; the scales are whole."""
+    values, is_blockwise = chunk.values, scales.ndim == chunk.values.ndim
+    for dim, (size, offset) in enumerate(zip(values.shape[: scales.ndim], chunk.offsets, strict=False)):
+        places = torch.arange(offset, offset + size, device=scales.device)
+        in_block = is_blockwise and dim >= values.ndim - 2
+        scales = scales.index_select(dim, places // BLOCK if in_block else places)
+    return chunk._replace(values=values.float() * (scales if is_blockwise else scales[..., None]))
 
 
 def dtype_of_numbers(part: nn.Module) -> torch.dtype:

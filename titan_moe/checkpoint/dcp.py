@@ -1,7 +1,7 @@
 """Save and resume a run with torch.distributed.checkpoint. The last complete checkpoint is never lost."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_moe.checkpoint import base, storage
-from titan_moe.checkpoint.codes import codes_of, is_scale, load_rounded
 from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data, with_unread
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE, SOURCE_FOLDER, CheckpointFolders
@@ -27,12 +26,12 @@ from titan_moe.checkpoint.manifest import Manifest
 from titan_moe.checkpoint.masters import MasterState
 from titan_moe.checkpoint.merged import factor_names, frozen_names
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
-from titan_moe.checkpoint.read import read_fitting, verified
+from titan_moe.checkpoint.read import CheckpointMismatch, load_weights_of, read_fitting, verified
 from titan_moe.checkpoint.rng import RngState
-from titan_moe.checkpoint.weights import saved_shapes, weight_of
+from titan_moe.checkpoint.weights import weight_of
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.resume import compare, flatten
-from titan_moe.parameters import SCALES, fused_rows
+from titan_moe.parameters import fused_rows
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
 from titan_moe.titan.checkpoints import MODEL_KEY
 
@@ -151,21 +150,13 @@ class Checkpointer:
             folder = Path(self.config.load_from).expanduser().absolute()
             self._require_checkpoint(folder)
             manifest = verified(folder, "correct checkpoint.load_from, or restore it from a copy", self.group)
+            if manifest is not None and (lack := base.lacks(manifest.recipe)):
+                start = "load_from what it began with, with its adapter in checkpoint.load_adapter (export --adapter)"
+                raise CheckpointMismatch(f"checkpoint.load_from = {self.config.load_from!r}: {lack}; {start}")
             run_on_rank_zero(lambda: self._compare_model_with(folder, manifest), self.group)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
-            saved = run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), self.group)
-            codes = codes_of(self.model_parts)
-            scales = {name for name in codes if is_scale(name, codes) and name not in saved}
-            absent = (factor_names(self.model_parts) - saved) | scales
-            weights = {name: value for name, value in self.model_state.whole().items() if name not in absent}
-            wide = {name.removesuffix(SCALES) for name in scales}
-
-            def read() -> None:
-                own = {name: value for name, value in weights.items() if name not in wide}
-                self.manager.dcp_load(own, str(folder))
-                load_rounded(codes, wide, lambda values: storage.load(values, folder, self._rows_of))
-
-            self._read(folder, read, way_out, weights)
+            factors = frozenset(factor_names(self.model_state.model))
+            load_weights_of(self.model_state.model, folder, self.group, factors, way_out)
             if origin := source_of(folder):
                 self._keep_source(origin, left_out(origin))
 
@@ -319,16 +310,13 @@ class Checkpointer:
         if changes:
             logger.warning("the model differs from that of %s: %s", folder, "; ".join(changes))
 
-    def _read(
-        self, folder: Path, read: Callable[[], object], way_out: str, own: Mapping[str, Any] | None = None
-    ) -> None:
-        """Load with `read`, and fail if the checkpoint's weights have other names or shapes than the model's, or than
-        those of it that are `own`: a run with adapters begins with the base.
+    def _read(self, folder: Path, read: Callable[[], object], way_out: str) -> None:
+        """Load with `read`, and fail if the checkpoint's weights have other names or shapes than the model's.
 
         Raises: CheckpointMismatch, with one sentence for the failures that DCP collects from all ranks.
         """
         other_states = tuple(name for name in self.manager.states if name != MODEL_KEY)
-        own = self.model_state.state_dict() if own is None else own
+        own = self.model_state.state_dict()
         read_fitting(folder, own, self.model_parts, read, way_out, self.group, other_states)
 
     def _require_checkpoint(self, folder: Path) -> None:

@@ -31,7 +31,8 @@ KEPT = (
     "perf.attention",
     "perf.loss_chunk_tokens",
 )
-"""What of a run's recipe holds for its model wherever it is used. Layout, speed and optimizer are others."""
+"""What of a run's recipe holds for its model wherever it is used. Layout, speed and optimizer are others; but what
+trains is in no codes."""
 KEPT_OF_DATA = ("data.tokenizer", "data.split_special_tokens", "data.document_attention")
 """What of a run's `[data]` other data is read with, where `overrides` say nothing else."""
 KEPT_OF_CHATS = ("data.format", "data.chat.")
@@ -121,7 +122,9 @@ def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = 
         fields |= {"train.seq_len_tokens": HF_SEQUENCE_TOKENS, "train.micro_batch_sequences": 1}
         fields |= {"checkpoint.load_without": (*parts_not_built(family, settings.values), *family.built)}
     else:
-        fields = {name: value for name, value in saved_fields(found.folder).items() if name.startswith(KEPT)}
+        saved = saved_fields(found.folder)
+        of_codes = ("optim.trainable",) if saved.get("model.adapter.base", "compute") != "compute" else ()
+        fields = {name: value for name, value in saved.items() if name.startswith(KEPT + of_codes)}
     if other_data:
         others = {name: value for name, value in fields.items() if not name.startswith(("data.", *OF_OWN_DATA))}
         kept = KEPT_OF_DATA + KEPT_OF_CHATS * (not _says_no_chats(overrides))

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageRea
 from torch.distributed.checkpoint.planner import WriteItem
 
 from titan_moe.checkpoint import hf_export
-from titan_moe.checkpoint.codes import is_scale, load_rounded
+from titan_moe.checkpoint.codes import is_scale, load_numbers
 from titan_moe.checkpoint.hf_describe import described, moved_bias
 from titan_moe.checkpoint.hf_folder import HuggingFaceError, account, named, read_folder, refuse_another_head
 from titan_moe.checkpoint.hf_names.families import family_of
@@ -110,7 +110,7 @@ def _load_pieces(weights: Weights, own: Sequence[Piece], reader: FileSystemReade
 
     load_slices(weights.boxes(piece for piece in own if piece.ours not in weights.codes), reader)
     codes = [name for name in weights.codes if not is_scale(name, weights.codes)]
-    load_rounded(weights.codes, codes, read)
+    load_numbers(weights.codes, codes, read)
 
 
 def load_adapter(model: Model, folder: str | Path, source: Path | None = None) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.checkpoint import base, storage
+from titan_moe.checkpoint.codes import codes_of, in_another_form, load_numbers, read_numbers
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.hf import load_hf
 from titan_moe.checkpoint.manifest import MANIFEST_FILE, Manifest, find_damage, read_manifest
@@ -16,7 +17,7 @@ from titan_moe.checkpoint.masters import MasterState
 from titan_moe.checkpoint.merged import factor_names
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.weights import differences, newly_tied, saved_shapes, shapes_over_ranks
-from titan_moe.parameters import fused_rows
+from titan_moe.parameters import SCALES, fused_rows
 
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
 """What the checkpoint of a run has besides weights: names begin with one of these and a dot."""
@@ -36,16 +37,16 @@ def load_weights(parts: Sequence[nn.Module], folder: Path, group: dist.ProcessGr
     manifest = verified(folder, "restore it from a copy, or take another one", group)
     whole = [part for part in parts if part.state_dict()]  # a stage may be empty
     if manifest is None or not base.lacks(manifest.recipe):
-        return _load(whole, folder, group, frozenset())
+        return load_weights_of(whole, folder, group)
     _check_base(folder, manifest, group)
     origin = str(manifest.recipe["checkpoint.load_from"])
     if origin.startswith(HUGGING_FACE):
         load_hf(list(parts), base.path_of(origin), manifest.recipe.get("checkpoint.load_without", ()))
     else:
         verified(base.path_of(origin), "restore it from a copy", group)
-        _load(whole, base.path_of(origin), group, frozenset(factor_names(whole)))
+        load_weights_of(whole, base.path_of(origin), group, frozenset(factor_names(whole)))
     has = run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), group)
-    _load(whole, folder, group, frozenset(MasterState(whole).whole().keys() - has))
+    load_weights_of(whole, folder, group, frozenset(MasterState(whole).whole().keys() - has))
 
 
 def _check_base(folder: Path, manifest: Manifest, group: dist.ProcessGroup) -> None:
@@ -58,17 +59,50 @@ def _check_base(folder: Path, manifest: Manifest, group: dist.ProcessGroup) -> N
     raise CheckpointMismatch(f"checkpoint {folder}: {base.lacks(manifest.recipe)}, {problem}; restore it there")
 
 
-def _load(parts: Sequence[nn.Module], folder: Path, group: dist.ProcessGroup, left_out: frozenset[str]) -> None:
-    """Load all weights but those that are left out, unless the checkpoint has them."""
+def load_weights_of(
+    parts: Sequence[nn.Module],
+    folder: Path,
+    group: dist.ProcessGroup,
+    left_out: frozenset[str] = frozenset(),
+    way_out: str = "take the [model] that it was written with",
+) -> None:
+    """Load all weights but those that are left out, unless the checkpoint has them. Weights are rounded into codes, and
+    codes become numbers, where the model has others than the checkpoint. Collective.
+
+    Raises: CheckpointMismatch if the checkpoint is of another model.
+    """
     weights, rows = MasterState(parts), {name: sizes for part in parts for name, sizes in fused_rows(part).items()}
-    weights.left_out = left_out - run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), group)
+    saved, whole = run_on_rank_zero(lambda: saved_shapes(folder)[0], group), weights.whole()
+    changed = in_another_form({name: tuple(value.shape) for name, value in whole.items()}, saved)
+    scales = {f"{name}{SCALES}" for name in changed}
+    weights.left_out = (left_out - saved.keys()) | changed | scales
     state = weights.state_dict()
+    own = state | {name: whole[name] for name in changed} | {name: None for name in scales & saved.keys()}
+
+    def rows_of(name: str) -> tuple[int, ...]:
+        return rows.get(name, ())
 
     def read() -> None:
-        storage.load(state, folder, lambda name: rows.get(name, ()))
+        storage.load(state, folder, rows_of)
         weights.load_state_dict(state)
+        problems: list[Any] = [None] * dist.get_world_size(group)
+        named = (each for part in parts for each in part.named_parameters(remove_duplicate=False))
+        targets = {name: parameter for name, parameter in named if name in changed} | codes_of(parts)
+        problem = _problem_of(lambda: load_numbers(targets, changed, read_numbers(folder, saved, rows_of)))
+        dist.all_gather_object(problems, problem, group=group)
+        if found := sorted({*problems} - {""}):
+            raise CheckpointMismatch(f"checkpoint {folder} cannot be read: {'; '.join(found)}; {way_out}")
 
-    read_fitting(folder, state, parts, read, "take the [model] that it was written with", group)
+    read_fitting(folder, own, parts, read, way_out, group)
+
+
+def _problem_of(read: Callable[[], None]) -> str:
+    """What is wrong with files that this rank alone reads; empty if nothing is."""
+    try:
+        read()
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def verified(folder: Path, way_out: str, group: dist.ProcessGroup) -> Manifest | None:
