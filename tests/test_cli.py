@@ -342,6 +342,10 @@ def test_generate_nproc_launches_ranks(launched: list[tuple[int, list[str]]], tm
     assert cli.main([*words, "--nproc", "2", "--parallel.tp", "2"]) == 7
     assert cli.main([*words, "--nproc=2", "--parallel.tp=2"]) == 7
     assert launched == [(2, [*words, "--parallel.tp", "2"]), (2, [*words, "--parallel.tp=2"])]
+    words = ["generate", str(tmp_path), "--max-tokens", "3", "a prompt", "--seed=2"]
+    assert cli.main([*words, "--nproc=2"]) == 7 and launched[2:] == [(2, words)]
+    with pytest.raises(SystemExit):
+        cli.main([*words, "another"])
 
 
 def test_trace_nproc_launches_ranks(trained: list[Recipe], launched: list[tuple[int, list[str]]]) -> None:

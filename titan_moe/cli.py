@@ -92,6 +92,8 @@ def _command(argv: Sequence[str]) -> int:
     if others and others[0] in REMOVED_COMMANDS:
         parser.error(REMOVED_COMMANDS[others[0]])
     args, unknown = parser.parse_known_args(others)
+    if args.verb == "generate" and args.prompt is None and unknown and not unknown[0].startswith("--"):
+        args.prompt = unknown.pop(0)  # argparse ends the words without a name at the first option
     if unknown:  # suggest the full key for one without its section: --train.steps for --steps
         names, hint = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")], ""
         if names:

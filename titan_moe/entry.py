@@ -162,15 +162,15 @@ def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> No
 
 
 def export_adapter(checkpoint: str | Path, folder: str | Path, *, is_fused: bool = False) -> None:
-    """Write the adapter of a checkpoint as PEFT's files: with a matrix for each expert or, with `is_fused`, one for all
-    of a layer, as PEFT's `target_parameters` has them.
+    """Write the adapter of a checkpoint, or of the newest one of a run, as PEFT's files: with a matrix for each expert
+    or, with `is_fused`, one for all of a layer, as PEFT's `target_parameters` has them.
 
     Raises: HuggingFaceError if the checkpoint is damaged or has no adapter, or PEFT has no such form for the family.
     Then nothing is left behind.
     """
     from titan_moe.training import adapter_files
 
-    adapter_files.export_adapter(Path(checkpoint).expanduser(), Path(folder).expanduser(), is_fused=is_fused)
+    adapter_files.export_adapter(find_checkpoint(checkpoint).folder, Path(folder).expanduser(), is_fused=is_fused)
 
 
 def average(checkpoints: Sequence[str | Path], out: str | Path, *, ema: bool = False) -> None:
@@ -275,7 +275,9 @@ def read_prompts(prompt: str | None, file: str | None, *, is_chat: bool = False)
     if is_chat:
         return _read_chats(Path(file).expanduser())
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = (
+            Path(file).expanduser().read_text(encoding="utf-8").split("\n")
+        )  # and at nothing else that may end a line
         lines = [line for line in lines if line.strip()]
         prompts = [json.loads(line)["prompt"] for line in lines] if file.endswith((".jsonl", ".json")) else lines
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -294,7 +296,7 @@ def _read_chats(file: Path) -> list[Conversation]:
     try:
         text = file.read_text(encoding="utf-8")
         is_one = file.suffix == ".json"
-        rows = [json.loads(text)] if is_one else [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = [json.loads(text)] if is_one else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise RecipeError([f"--prompts {file} cannot be read: {type(error).__name__}: {error}"]) from error
     chats = []

@@ -13,7 +13,8 @@ from support.runs import Run, run_command
 
 from titan_moe import cli
 from titan_moe.checkpoint.storage import PlainReader, load_slices
-from titan_moe.config import load_recipe, refusals
+from titan_moe.config import RecipeError, load_recipe, refusals
+from titan_moe.entry import read_prompts
 from titan_moe.models.transformer import Transformer
 from titan_moe.training import use
 
@@ -84,6 +85,33 @@ def test_prompts_of_a_file_are_answered_in_lines(
     again = out_of(capsys, "generate", trained.folder, *options).splitlines()
     assert [json.loads(line) for line in again] == answers, "the seed decides"
     assert out_of(capsys, "generate", trained.folder, *options, "--seed=1").splitlines() != again
+
+
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    lines = ["one\u2028two\x85three\x0b\x0c", "four"]
+    (tmp_path / "p.txt").write_bytes("\r\n".join(lines).encode())
+    assert read_prompts(None, str(tmp_path / "p.txt")) == lines
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": lines[0]}, ensure_ascii=False))
+    assert read_prompts(None, str(tmp_path / "p.jsonl")) == lines[:1]
+    assert read_prompts(None, str(tmp_path / "p.jsonl"), is_chat=True)[0].messages[0]["content"] == lines[0]  # type: ignore[union-attr]
+
+
+def test_bytes_are_bytes_whatever_the_source(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", trained.folder, "the cat", "--max-tokens=3"]
+    no_data = ["--data.source=synthetic", "--data.path=", "--data.holdout_fraction=0"]
+    assert out_of(capsys, *words, *no_data, "--data.tokenizer=bytes") == out_of(capsys, *words)
+    assert cli.main([*map(str, words), *no_data, "--run.device=cpu"]) == 2
+    assert "a prompt is ids, such as '5 7', not 'the cat'" in capsys.readouterr().err
+
+
+def test_longrope_bounds_texts_and_not_forwards(trained: Run) -> None:
+    words = ["--model.attention.longrope_short_factor=[1,1,1,1]", "--model.attention.longrope_long_factor=[2,2,2,2]"]
+    recipe = load_recipe(trained.folder / "recipe.toml", [*words, "--model.attention.longrope_original_tokens=32"])
+    sized = use._with_room(recipe, [[0] * 10] * 8, use.Sampling(max_tokens=20))
+    assert [problem for problem in refusals(sized, 1) if "longrope_original" in problem]
+    assert not [problem for problem in refusals(use._for_texts(sized), 1) if "longrope_original" in problem]
+    with pytest.raises(RecipeError, match="has 10 tokens, with --max-tokens 33, more than .*lower --max-tokens"):
+        use.generate(recipe, ["0123456789"], use.Sampling(max_tokens=23))
 
 
 def test_an_evaluation_is_that_of_the_run(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:

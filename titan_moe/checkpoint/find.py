@@ -134,6 +134,9 @@ def recipe_to_use(found: Found, overrides: Sequence[str], *, other_data: bool = 
     fields["validation.every_steps"] = 0
     fields |= {"run.folder": str(_folder_for_data(found)), "metrics.tensorboard": False, "metrics.wandb": False}
     recipe = recipe_of(fields, str(found.folder), overrides)
+    if recipe.data.source == "synthetic" and not any(word.startswith("--data.tokenizer") for word in overrides):
+        named = "" if recipe.data.tokenizer == "bytes" else recipe.data.tokenizer  # of ids that stand for no bytes
+        recipe = replace(recipe, data=replace(recipe.data, tokenizer=named))
     if recipe.precision.compute != "bf16" or any(word.startswith("--precision.master") for word in overrides):
         return recipe
     narrow = replace(recipe.precision, master="bf16", moments="master", gradients="master")  # no optimizer reads them

@@ -24,7 +24,7 @@ from titan_moe.data.chat.records import Conversation
 from titan_moe.data.loader import Loader, build_loader
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.data.sources import open_for_evaluation, open_source
-from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
+from titan_moe.data.tokenizer import NumberTokenizer, Tokenizer, build_tokenizer
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.layers.attention import attention_backend
 from titan_moe.models.generate import PROMPT_TOKENS, NextLogits, TextGenerator
@@ -49,14 +49,15 @@ class Loaded(NamedTuple):
 
 
 @contextmanager
-def loaded(recipe: Recipe) -> Iterator[Loaded]:
-    """The model of a recipe with the weights of its `checkpoint.load_from`, in evaluation mode. Collective.
+def loaded(recipe: Recipe, *, sizes_forwards: bool = False) -> Iterator[Loaded]:
+    """The model of a recipe with the weights of its `checkpoint.load_from`, in evaluation mode. With `sizes_forwards`,
+    `train.seq_len_tokens` is the size of a forward, of several texts or of a part of one. Collective.
 
     Raises: RecipeError or HuggingFaceError if the recipe cannot run here, or the checkpoint is of another model.
     """
     with process_group(recipe.run) as device, attention_backend(recipe.perf.attention):
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
-        if problems := refusals(recipe, dist.get_world_size()):
+        if problems := refusals(_for_texts(recipe) if sizes_forwards else recipe, dist.get_world_size()):
             raise RecipeError(problems)
         resolved = Resolved(recipe, dist.get_world_size())
         meshes = build_meshes(resolved.sizes, device)
@@ -74,6 +75,13 @@ def loaded(recipe: Recipe) -> Iterator[Loaded]:
         with evaluating(parts), capacity.unbounded():
             yield Loaded(whole_model(parts, resolved, meshes), parts, meshes, device)
             capacity.check()
+
+
+def _for_texts(recipe: Recipe) -> Recipe:
+    """The same for rules: LongRoPE bounds texts, not forwards."""
+    attention = recipe.model.attention
+    bound = max(attention.longrope_original_tokens, recipe.train.seq_len_tokens)
+    return replace(recipe, model=replace(recipe.model, attention=replace(attention, longrope_original_tokens=bound)))
 
 
 @dataclass(frozen=True)
@@ -110,9 +118,11 @@ def generate(recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], sa
     chats = render(recipe, tokenizer, [prompt for prompt in prompts if not isinstance(prompt, str)])
     texts_before = chats.texts or [str(prompt) for prompt in prompts]
     ids = chats.ids or [_encoded(prompt, tokenizer) for prompt in texts_before]
+    if problem := _too_long(recipe.model, max(map(len, ids)), sampling.max_tokens):
+        raise RecipeError([problem])
     starts, texts = range(0, len(ids), sampling.batch_size), []
     batches = [range(start, min(start + sampling.batch_size, len(ids))) for start in starts]
-    with loaded(_with_room(recipe, ids, sampling)) as use:
+    with loaded(_with_room(recipe, ids, sampling), sizes_forwards=True) as use:
         if not hasattr(use.model, "generate"):
             raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`'])
         generator = torch.Generator(use.device).manual_seed(sampling.seed)
@@ -134,9 +144,8 @@ def generate(recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], sa
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
-    data, is_folder = recipe.data, recipe.data.tokenizer not in ("", "bytes")
-    source = "text" if is_folder else data.source  # a folder has text, whatever the model is trained on
-    split = data.split_special_tokens
+    data, split = recipe.data, recipe.data.split_special_tokens
+    source = "text" if data.tokenizer else data.source  # a prompt is text, whatever the model is trained on
     try:
         return build_tokenizer(data.tokenizer, source, recipe.model.vocab_size, split_special_tokens=split)
     except (ValueError, OSError) as error:
@@ -148,10 +157,24 @@ def _encoded(prompt: str, tokenizer: Tokenizer) -> list[int]:
     try:
         ids = tokenizer.encode(prompt)
     except ValueError as error:
-        raise RecipeError([f"the prompt {prompt[:40]!r} cannot be encoded: {error}"]) from error
+        problem = f"the prompt {prompt[:40]!r} cannot be encoded: {error}"
+        if isinstance(tokenizer, NumberTokenizer):
+            way_out = "name a tokenizer with --data.tokenizer=FOLDER, or --data.tokenizer=bytes"
+            problem = f"without a tokenizer a prompt is ids, such as '5 7', not {prompt[:40]!r}; {way_out}"
+        raise RecipeError([problem]) from error
     if not ids and tokenizer.end_of_document is None:
         raise RecipeError(["an empty prompt needs a tokenizer with an end token; give a prompt"])
     return ids or [tokenizer.end_of_document or 0]
+
+
+def _too_long(model: ModelConfig, num_tokens: int, max_tokens: int) -> str:
+    """What is wrong with the longest text under LongRoPE's divisors for short ones; empty if nothing is."""
+    a, longest = model.attention, num_tokens + max_tokens
+    if not a.longrope_short_factor or a.longrope_applies != "short" or longest <= a.longrope_original_tokens:
+        return ""
+    bound = f'model.attention.longrope_original_tokens = {a.longrope_original_tokens} with longrope_applies = "short"'
+    way_out = "lower --max-tokens, or set --model.attention.longrope_applies=long"
+    return f"the longest prompt has {num_tokens} tokens, with --max-tokens {longest}, more than {bound}; {way_out}"
 
 
 def _with_room(recipe: Recipe, ids: Sequence[Sequence[int]], sampling: Sampling) -> Recipe:
