@@ -7,6 +7,7 @@ from typing import Any
 from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import in_toml
+from titan_moe.plan.beyond import describe_beyond
 from titan_moe.plan.search import Found, Result
 from titan_moe.plan.speed_report import parts_in_words
 
@@ -75,6 +76,7 @@ def describe_plan(result: Result, recipe: Recipe, world_size: int, gpu: str) -> 
     notes = [] if is_measured else [f"{gpu} was not measured: rates by its data sheet"]
     if world_size > ranks_of_a_node(world_size):
         notes.append("messages between nodes were not measured: 42 GB/s of each GPU's adapter are assumed")
+    notes = [*describe_beyond(result.found[0], world_size, gpu), *notes]
     return "\n".join([f"{head} ({tried})", *lines, *reasons(result.found), *notes])
 
 
