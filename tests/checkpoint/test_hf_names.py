@@ -115,6 +115,10 @@ def test_a_dense_model_has_no_shared_experts() -> None:
     dense = replace(MODEL, moe=MoEConfig(0, ffn_hidden_size=0))
     with pytest.raises(ValueError, match="no family of Hugging Face"):
         family_for(dense)
+    with pytest.raises(
+        ValueError, match=r"does: (\w+ has no words for model\.[^;]+; ){3}and 1\d more families do not$"
+    ):
+        family_for(replace(MODEL, norm_placement="after_moe"))
     with pytest.raises(ValueError, match="is no multiple of model.moe.ffn_hidden_size = 16"):
         FAMILIES["ernie4_5_moe"].write(replace(MODEL, moe=MoEConfig(4, ffn_hidden_size=16, shared_ffn_hidden_size=24)))
 

@@ -98,6 +98,10 @@ BROKEN = {
         "--model.adapter.alpha=32.0",
         "model.adapter.alpha = 32.0 needs adapters, but model.adapter.rank = 0",
     ),
+    "codes_are_of_frozen_weights": (
+        '--model.adapter.rank=8 --model.adapter.base=fp8_rowwise --optim.trainable=["*"]',
+        'model.adapter.base = "fp8_rowwise" has no effect: optim.trainable = ["*"] trains every weight',
+    ),
     "targets_are_there": (
         '--model.adapter.rank=8 --model.adapter.targets=["attention","shared","heads"]',
         'model.adapter.targets: the model has no shared experts for "shared"',
@@ -215,9 +219,12 @@ BROKEN = {
     ),
     "norm_of_rope_layers_has_no_weights": (
         "--model.attention.qk_norm=true --model.attention.qk_norm_layers=rope --model.attention.nope_every=2",
-        "from 1 on, but they are true and 2",
+        'or rope_layers = "windowed", but they are true, 2 and "all"',
     ),
-    "temperature_needs_layers_without_rope": ("--model.attention.attn_scale=0.1", "has no effect with model.attention"),
+    "options_of_rope_have_layers": (
+        "--model.attention.attn_scale=0.1 --model.attention.rope_layers=windowed --model.attention.sliding_window=8",
+        "attn_scale = 0.1 has no effect: every layer has a rotary embedding",
+    ),
     "chunks_have_no_windows": (
         "--model.attention.attention_chunk_size=8 --model.attention.sliding_window=8",
         "set one of them to 0",
@@ -301,6 +308,11 @@ BROKEN = {
     "some_layers_have_experts": (
         "--model.moe_every=2 --model.dense_layers=[1,3]",
         "moe_every = 2 and model.dense_layers = [1, 3] leave none of model.num_layers = 4 to the experts",
+    ),
+    "norms_after_experts_need_experts": (
+        "--model.norm_placement=after_moe --model.num_dense_layers=0 --model.moe.num_experts=0 --parallel.ep=1 "
+        "--parallel.dispatcher=local",
+        'norm_placement = "after_moe" has no effect in a model without MoE layers',
     ),
     "norm_over_all_heads_is_a_norm": (
         "--model.attention.qk_norm_over=all_heads",
@@ -775,6 +787,28 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
             "parallel.pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3 does not divide the 8",
         ),
         ("--model.attention.kind=mla --model.attention.qk_rope_head_dim=31", 8, "qk_rope_head_dim = 31 is odd"),
+        (
+            "--model.attention.rope_layers=windowed --model.attention.sliding_window=8 --model.attention.nope_every=1",
+            8,
+            'rope_layers = "windowed" leaves no layer one with model.attention.nope_every = 1',
+        ),
+        (
+            "--model.attention.window_rope_theta=500 --model.attention.sliding_window=8 --model.attention.nope_every=1",
+            8,
+            "window_rope_theta = 500 has no effect: no layer with a window has a rotary embedding",
+        ),
+        (
+            "--model.attention.rope_layers=windowed --model.attention.sliding_window=8 "
+            "--model.attention.full_attention_every=2 --model.attention.window_rope_theta=500 "
+            "--model.attention.yarn_factor=4",
+            8,
+            "yarn_factor = 4.0 has no effect: with window_rope_theta = 500 it is that of layers without window",
+        ),
+        (
+            '--model.adapter.rank=8 --model.adapter.targets=["attention","attention"]',
+            8,
+            'model.adapter.targets names "attention" more than once',
+        ),
         ("--model.moe.num_experts=0 --model.ffn_hidden_size=0", 8, "moe.num_experts = 0 makes 4 layers dense"),
         ("--precision.compute=fp64 --precision.master=fp64", 8, 'precision.compute = "fp64"'),
         ("--precision.compute=fp64 --precision.master=fp64", 8, 'precision.reduce = "fp32" is coarser'),

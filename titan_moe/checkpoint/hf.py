@@ -27,7 +27,7 @@ from titan_moe.checkpoint.codes import is_scale, load_numbers
 from titan_moe.checkpoint.hf_describe import described, moved_bias
 from titan_moe.checkpoint.hf_folder import HuggingFaceError, account, named, read_folder, refuse_another_head
 from titan_moe.checkpoint.hf_names.families import family_of
-from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
+from titan_moe.checkpoint.hf_names.family import Family, Values, different_fields
 from titan_moe.checkpoint.hf_names.names import Piece
 from titan_moe.checkpoint.hf_reader import reader_of
 from titan_moe.checkpoint.hf_recipe import without_absent, without_parts
@@ -75,7 +75,7 @@ def load_hf(
                 differences = different(weights.config, theirs, upcycle.granularity)
                 experts = parts_of(weights, upcycle.granularity)
             else:
-                experts, differences = [], same_model(weights.config, without_parts(family, theirs, skip))
+                experts, differences = [], different_fields(weights.config, without_parts(family, theirs, skip))
             own = source.stored(pieces_of(family, weights.config, weights.shapes))
         except ValueError as error:
             raise HuggingFaceError(path, [str(error)]) from error

@@ -9,7 +9,7 @@ from titan_moe.checkpoint.folders import SOURCE_FOLDER
 from titan_moe.checkpoint.hf_folder import CONFIG_FILE, HuggingFaceError, read_config
 from titan_moe.checkpoint.hf_names.dense import dense_family
 from titan_moe.checkpoint.hf_names.families import family_for, family_of
-from titan_moe.checkpoint.hf_names.family import Family, Values, same_model
+from titan_moe.checkpoint.hf_names.family import Family, Values, different_fields
 from titan_moe.checkpoint.hf_names.names import Fused, NotOnDisk
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig
@@ -29,7 +29,7 @@ def described(model: ModelConfig, source: Path | None) -> tuple[Family, Values]:
         return family, {key: value for key, value in config.items() if key not in settings.used} | family.write(model)
     family = family_of(config)
     was, settings = family.read(config)
-    if not same_model(model, was):
+    if not different_fields(model, was):
         return family, config
     return family, {key: value for key, value in config.items() if key not in settings.used} | family.write(model)
 

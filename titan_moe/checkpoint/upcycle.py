@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from titan_moe.checkpoint.hf_names.dense import DENSE, dense_family
-from titan_moe.checkpoint.hf_names.family import Family, same_model
+from titan_moe.checkpoint.hf_names.family import Family, different_fields
 from titan_moe.checkpoint.hf_names.names import NotOnDisk, Piece, Shape, split_name
 from titan_moe.checkpoint.hf_weights import Weights, box_of
 from titan_moe.checkpoint.storage import ChunkedTensor, load_slices
@@ -66,7 +66,7 @@ def different(model: ModelConfig, dense: ModelConfig, granularity: int) -> list[
             f"{granularity * moe.ffn_hidden_size + moe.shared_ffn_hidden_size}; the numbers must be equal"
         )
     kinds = {name: getattr(model, name) for name in ("num_dense_layers", "dense_layers", "moe_every")}
-    return same_model(model, replace(dense, moe=moe, **kinds))
+    return different_fields(model, replace(dense, moe=moe, **kinds))
 
 
 def parts_of(weights: Weights, granularity: int) -> list[Part]:

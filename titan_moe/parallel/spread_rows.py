@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.dispatch.collectives import all_gather_rows
 from titan_moe.models.generate import NextLogits
 from titan_moe.parallel.mesh import Meshes
 
@@ -29,7 +30,7 @@ class SpreadRows:
         own_b = torch.arange(self.rank * num_own, (self.rank + 1) * num_own, device=ends_B.device).clamp(max=batch - 1)
         logits_bV = self.next_logits(tokens_BN[own_b], ends_B[own_b]).contiguous()
         gathered = logits_bV.new_empty(self.group.size(), *logits_bV.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), logits_bV, group=self.group)
+        all_gather_rows(gathered.flatten(0, 1), logits_bV, group=self.group)
         return gathered[:: self.group.size() // self.num_ranks].flatten(0, 1)[:batch]
 
 

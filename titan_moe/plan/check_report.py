@@ -106,7 +106,12 @@ def _attention(recipe: Recipe) -> str:
     full = f", 1 layer in {a.full_attention_every} full" if a.full_attention_every else ""
     full += f" in {counted(len(a.window_layers), 'layer')} of {recipe.model.num_layers}" if a.window_layers else ""
     full += ", RoPE in windowed layers alone" if a.rope_layers == "windowed" else ""
-    return shape + window + full + (f", 1 layer in {a.nope_every} without RoPE" if a.nope_every else "")
+    full += f", RoPE of base {a.window_rope_theta:,g} in windowed layers" if a.window_rope_theta else ""
+    full += f", 1 layer in {a.nope_every} without RoPE" if a.nope_every else ""
+    full += f", context extended by {a.llama3_factor:g} as in Llama 3.1" if a.llama3_factor != 1 else ""
+    full += f", gates of each {a.output_gate}" if a.output_gate != "none" else ""
+    norms = {"before": "", "both": ", norms before and after", "after_moe": ", norms before, and after experts"}
+    return shape + window + full + norms[recipe.model.norm_placement]
 
 
 def _experts(recipe: Recipe) -> str:

@@ -1,13 +1,15 @@
 """The families: Qwen2-MoE, Qwen3-MoE, Mixtral, DeepSeek-V2 and V3, GLM-4.7-Flash, dots.llm1, Solar-Open; and others."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from titan_moe.checkpoint.hf_names import names
 from titan_moe.checkpoint.hf_names.dense import dense_family
 from titan_moe.checkpoint.hf_names.ernie import ERNIE4_5_MOE
-from titan_moe.checkpoint.hf_names.family import Family, Part, Settings, Values
+from titan_moe.checkpoint.hf_names.family import Family, NoWords, Part, Settings, Values
 from titan_moe.checkpoint.hf_names.gpt_oss import GPT_OSS
 from titan_moe.checkpoint.hf_names.gqa_families import GLM4_MOE, HUNYUAN_V1_MOE, MINIMAX_M2, OLMOE
 from titan_moe.checkpoint.hf_names.granite import GRANITE_MOE, GRANITE_MOE_SHARED
@@ -191,6 +193,8 @@ SOLAR_OPEN = replace(
 BUILT: tuple[Family, ...] = QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1, SOLAR_OPEN
 BUILT += GLM4_MOE, OLMOE, MINIMAX_M2, HUNYUAN_V1_MOE, GPT_OSS, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE4_5_MOE
 BUILT += PHIMOE, LLAMA4_TEXT, AFMOE, EXAONE_MOE, MELLUM
+NUM_NEAREST = 3
+"""Families that a message names, of those that have no words for a model."""
 FAMILIES = {family.model_type: family for family in BUILT}
 
 
@@ -220,14 +224,20 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def family_for(model: ModelConfig) -> Family:
     """The first family that has words for a model.
 
-    Raises: ValueError with the reason of each family.
+    Raises: ValueError with the reasons of the families that lack words for the fewest fields.
     """
-    reasons = []
+    reasons: list[tuple[float, str]] = []
     for family in FAMILIES.values():
         try:
             family.write(model)
+        except NoWords as error:
+            reasons.append((len(error.fields), str(error)))
         except ValueError as error:
-            reasons.append(str(error))
+            reasons.append((math.inf, f"{family.model_type}: {error}"))
         else:
             return family
-    raise ValueError(f"no family of Hugging Face computes what this model does: {'; '.join(reasons)}")
+    nearest = [reason for _, reason in sorted(reasons, key=itemgetter(0))]
+    others = f"; and {len(nearest) - NUM_NEAREST} more families do not"
+    raise ValueError(
+        f"no family of Hugging Face computes what this model does: {'; '.join(nearest[:NUM_NEAREST])}{others}"
+    )

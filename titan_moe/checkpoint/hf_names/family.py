@@ -53,6 +53,14 @@ class Part(NamedTuple):
     write: Callable[[ModelConfig], Values]
 
 
+class NoWords(ValueError):
+    """A family has no words for fields of a model."""
+
+    def __init__(self, model_type: str, fields: list[str]) -> None:
+        super().__init__(f"{model_type} has no words for {', '.join(fields)}")
+        self.fields = fields
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family. It is data: new keys are rows, and new layers are fields of `[model]`."""
@@ -102,7 +110,7 @@ class Family:
     def write(self, model: ModelConfig) -> Values:
         """The config.json of a `[model]`.
 
-        Raises: ValueError if the family has no words for it; it names the fields.
+        Raises: NoWords if the family has none for fields, and ValueError for what else it does not say.
         """
         values = {"architectures": [self.architecture], "model_type": self.model_type, **self.only}
         own = flat(model)
@@ -111,7 +119,7 @@ class Family:
             values |= part.write(model)
         read = flat(_meant(self.read(values)[0]))
         if lost := [f"model.{key} = {value!r}" for key, value in flat(_meant(model)).items() if read[key] != value]:
-            raise ValueError(f"{self.model_type} has no words for {', '.join(lost)}")
+            raise NoWords(self.model_type, lost)
         return values
 
 
@@ -146,7 +154,7 @@ def _checked(values: Values) -> ModelConfig:
     return of_flat(values)
 
 
-def same_model(one: ModelConfig, other: ModelConfig) -> list[str]:
+def different_fields(one: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two models differ, other than in training, in words."""
     theirs = flat(_meant(other))
     return [

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_moe.config.adapter import KINDS, AdapterConfig, AdapterOfKind
+from titan_moe.config.adapter import KINDS, AdapterConfig, AdapterOfKind, kind_of_linear
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
 from titan_moe.config.model import ModelConfig
@@ -11,6 +11,7 @@ from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size
 from titan_moe.config.rules.rule import Problem, is_no_divisor, row, rule, rules_in
 from titan_moe.config.schema import in_toml
+from titan_moe.config.trainable import passes_of, rows_in_order
 
 REGIONS = {"dense": "dense layers", "shared": "shared experts", "experts": "routed experts"}
 
@@ -41,6 +42,8 @@ def targets_are_there(recipe: Recipe, world_size: int) -> Iterator[str]:
     dense, moe_layers = model.layers_by_kind
     lacking = {"dense": not dense, "experts": not moe_layers}
     lacking["shared"] = not moe_layers or not model.moe.shared_ffn_hidden_size
+    if twice := [target for target in KINDS if adapter.targets.count(target) > 1]:
+        yield f"model.adapter.targets names {', '.join(map(in_toml, twice))} more than once"
     for target in adapter.targets:
         if target not in KINDS:
             yield f'model.adapter.targets: "{target}" is none of {", ".join(map(in_toml, KINDS))}'
@@ -50,6 +53,18 @@ def targets_are_there(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _freezes_experts(recipe: Recipe) -> bool:
     return _adapts_experts(recipe) or (recipe.model.adapter.has_codes and recipe.model.num_moe_layers > 0)
+
+
+def _freezes_matrices(recipe: Recipe) -> bool:
+    """Whether weights of blocks that can be codes do not train."""
+    model = recipe.model
+    passes = passes_of(model, recipe.optim.trainable)
+    of_blocks = ((each, layer) for each, layer in rows_in_order(model) if layer is not None and not each.is_adapter)
+    return any(
+        passes[each.path, layer].share < 1
+        for each, layer in of_blocks
+        if each.part == "experts" or (each.part is not None and kind_of_linear(each.path))
+    )
 
 
 adapters_are_of_the_default_class = row(
@@ -92,6 +107,12 @@ adapted_experts_have_no_clones = row(
     lambda r: _adapts_experts(r) and r.parallel.expert_clones != "off",
     '{parallel.expert_clones} has no adapters, and model.adapter.targets has "experts"',
     "parallel.expert_clones",
+)
+codes_are_of_frozen_weights = row(
+    "a weight that trains is none, and adapters are beside it",
+    lambda r: r.model.adapter.has_codes and r.model.class_ == ModelConfig.class_ and not _freezes_matrices(r),
+    "{model.adapter.base} has no effect: {optim.trainable} trains every weight that could be codes",
+    "model.adapter.base optim.trainable",
 )
 codes_are_multiplied_in_compute = row(
     "codes of the base become numbers of compute's dtype for each product",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_moe.config.attention import AttentionConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Problem, divides, row, rule, rules_in
+from titan_moe.config.rules.rule import Problem, divides, row, rule, rules_in, said
 from titan_moe.config.schema import in_toml
 
 kv_heads_divide_heads = divides(
@@ -62,21 +62,40 @@ def norm_of_rope_layers_has_no_weights(recipe: Recipe, world_size: int) -> Itera
     a = recipe.model.attention
     if a.qk_norm_layers == "rope" and (a.qk_norm_has_weights or (not a.nope_every and a.rope_layers == "all")):
         yield (
-            'model.attention.qk_norm_layers = "rope" needs model.attention.qk_norm_has_weights = false and nope_every '
-            f"from 1 on, but they are {in_toml(a.qk_norm_has_weights)} and {a.nope_every}"
+            'model.attention.qk_norm_layers = "rope" needs model.attention.qk_norm_has_weights = false, and nope_every '
+            f'from 1 on or rope_layers = "windowed", but they are {in_toml(a.qk_norm_has_weights)}, {a.nope_every} and '
+            f"{in_toml(a.rope_layers)}"
         )
 
 
-temperature_needs_layers_without_rope = row(
-    "the temperature is that of layers without rotary embedding",
-    lambda r: (
-        r.model.attention.attn_scale != 0
-        and r.model.attention.nope_every == 0
-        and r.model.attention.rope_layers == "all"
-    ),
-    "{model.attention.attn_scale} has no effect with {model.attention.nope_every}; it is above 0 where layers lack it",
-    "model.attention.attn_scale nope_every rope_layers sliding_window",
+EXTENSIONS = ("rope_theta", "yarn_factor", "llama3_factor", "longrope_short_factor")
+"""What the rotary embedding of layers with windows lacks, where it has a base of its own."""
+
+
+@rule(
+    "an option of layers that there are none of has no effect",
+    "model.attention.attn_scale nope_every rope_layers window_rope_theta sliding_window full_attention_every "
+    f"window_layers {' '.join(EXTENSIONS)}",
 )
+def options_of_rope_have_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a = recipe.model.attention
+    kinds = {(a.has_rope(layer), a.has_window(layer)) for layer in range(recipe.model.num_layers)}
+    has_rope = {rope for rope, _ in kinds}
+    if a.attn_scale != 0 and False not in has_rope:
+        yield said(recipe, "{model.attention.attn_scale} has no effect: every layer has a rotary embedding")
+    if a.sliding_window == 0:  # other rules say that windows are needed
+        return
+    if a.rope_layers == "windowed" and True not in has_rope:
+        yield said(recipe, "{model.attention.rope_layers} leaves no layer one with {model.attention.nope_every}")
+    elif a.window_rope_theta and (True, True) not in kinds:
+        words = "{model.attention.window_rope_theta} has no effect: no layer with a window has a rotary embedding"
+        yield said(recipe, words)
+    elif a.window_rope_theta and (True, False) not in kinds:
+        for key in (key for key in EXTENSIONS if getattr(a, key) != getattr(AttentionConfig, key)):
+            words = (
+                f"has no effect: with window_rope_theta = {a.window_rope_theta:g} it is that of layers without window"
+            )
+            yield f"model.attention.{key} = {in_toml(getattr(a, key))} {words}, and none of them has a rotary embedding"
 
 
 chunks_have_no_windows = row(

@@ -81,6 +81,12 @@ some_layers_have_experts = row(
     "{model.num_dense_layers}, {model.moe_every} and {model.dense_layers} leave none of {model.num_layers} to the "
     "experts of {model.moe.num_experts}",
 )
+norms_after_experts_need_experts = row(
+    "the norm is on the results of MoE layers",
+    lambda r: r.model.norm_placement == "after_moe" and r.model.num_moe_layers == 0,
+    "{model.norm_placement} has no effect in a model without MoE layers, whose {model.moe.num_experts}",
+    "model.norm_placement model.moe.num_experts",
+)
 dense_layers_are_layers = row(
     "layers are numbered from 0, and each is named once",
     lambda r: not _are_layers(r.model.dense_layers, r.model.num_layers),

@@ -104,7 +104,5 @@ class Lane:
         self._part.load_state(self._start)
         self._num_block, self._num_given, self._block = state["block"], state["given"], []
         self.num_taken = state["taken"]
-        self._epoch, self._is_empty = (
-            state.get("epoch", self._part.epoch),
-            False,
-        )  # states of earlier versions have none
+        self._epoch = state.get("epoch", self._part.epoch)  # states of earlier versions have none
+        self._is_empty = False

@@ -84,7 +84,7 @@ def count_parameters(model: ModelConfig, parallel: ParallelConfig = ALONE) -> Pa
 def describe_trained(recipe: Recipe) -> str:
     """What trains, in words; empty where nothing is frozen."""
     count = ParameterCount(modules_of(recipe.model), recipe.model, recipe.optim.trainable)
-    if count.all_train:
+    if count.all_train or count.trained >= count.total:
         return ""
     share, stored = count.trained / max(count.total, 1), str(recipe.precision.compute)
     if recipe.model.adapter.has_codes:
