@@ -335,10 +335,11 @@ def test_split_masters_are_what_was_on_disk(tmp_path: Path) -> None:
     model = ModelConfig(moe=MoEConfig(4, 2, 64))
     source, ours = Transformer(model), Transformer(model).bfloat16()
     init_weights(source, 0, 0.02, 2)
-    save_hf(source, tmp_path, torch.bfloat16)
     masters.apply(ours, PrecisionConfig(master="fp32_split"))
     init_weights(ours, 1, 0.02, 2)
-    load_hf(ours, tmp_path)
-    state = MasterState([ours]).state_dict()
-    for name, parameter in source.named_parameters():
-        assert state[name].dtype == torch.float32 and torch.equal(state[name], parameter.bfloat16().float()), name
+    for dtype in (torch.bfloat16, torch.float32):
+        save_hf(source, tmp_path / str(dtype), dtype)
+        load_hf(ours, tmp_path / str(dtype))
+        state = MasterState([ours]).state_dict()
+        for name, parameter in source.named_parameters():
+            assert state[name].dtype == torch.float32 and state[name].equal(parameter.to(dtype).float()), name

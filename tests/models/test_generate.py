@@ -78,6 +78,8 @@ def test_latents_are_kept_in_place_of_keys_and_values(piece: int, monkeypatch: p
         torch.testing.assert_close(logits_BV, model.next_logits(padded(0), LENGTHS_B), atol=1e-9, rtol=0)
     kept = [tuple(x.shape) for layer in forwards.cache.layers.values() for x in layer.kept]
     assert kept == [(3, 18, 10), (3, 18, 1, 4)] * 2
+    made = [[tuple(x.shape) for x in layer.of_weights] for layer in forwards.cache.layers.values()]
+    assert piece > 1 or made == [[(10, 3, 6), (10, 3, 5)]] * 2, "once, not in each forward"
 
 
 @pytest.mark.parametrize("pads", [False, True])

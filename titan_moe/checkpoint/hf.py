@@ -84,33 +84,39 @@ def load_hf(
         if differences:
             logger.warning("the model differs from %s: %s", path, "; ".join(differences))
         with torch.no_grad():
-            for tensor in (*weights.not_on_disk(family).values(), *_remainders(model, weights.tensors)):
-                tensor.zero_()
+            split = _split_masters(model, weights.tensors)
+            for tensor in (*weights.not_on_disk(family).values(), *map(_remainder, split.values())):
+                tensor.zero_()  # a remainder is that of initial weights
             reader = reader_of(source, own)
-            agree(partial(_load_pieces, weights, own, reader), path, group)
+            agree(partial(_load_pieces, weights, own, reader, split), path, group)
             if upcycle.granularity:
                 agree(partial(load_experts, weights, experts, upcycle, seed, reader), path, group)
     return skipped
 
 
-def _remainders(model: Model, names: Collection[str]) -> Iterator[Tensor]:
-    """This rank's remainders of split masters of these names, which are those of initial weights until they are 0."""
-    for part in [model] if isinstance(model, nn.Module) else model:
-        for name, parameter in part.named_parameters():
-            if name in names and (remainder := remainder_of(parameter)) is not None:
-                yield local(remainder)
+def _split_masters(model: Model, names: Collection[str]) -> dict[str, Tensor]:
+    """This rank's weights of these names that have split masters."""
+    parts = [model] if isinstance(model, nn.Module) else model
+    named = (each for part in parts for each in part.named_parameters(remove_duplicate=False))
+    return {name: each for name, each in named if name in names and remainder_of(each) is not None}
 
 
-def _load_pieces(weights: Weights, own: Sequence[Piece], reader: FileSystemReader) -> None:
-    """Fill this rank's weights; those that are stored as codes layer by layer."""
+def _remainder(parameter: Tensor) -> Tensor:
+    """This rank's part of what a split master has besides its weight."""
+    return local(vars(parameter)["remainder"])
+
+
+def _load_pieces(weights: Weights, own: Sequence[Piece], reader: FileSystemReader, split: Mapping[str, Tensor]) -> None:
+    """Fill this rank's weights; those that are stored as codes, or in two parts, layer by layer."""
 
     def read(wide: dict[str, Tensor]) -> None:
         of_layer = [piece for piece in own if piece.ours in wide]
         load_slices(weights._replace(tensors=wide).boxes(of_layer), reader)
 
-    load_slices(weights.boxes(piece for piece in own if piece.ours not in weights.codes), reader)
-    codes = [name for name in weights.codes if not is_scale(name, weights.codes)]
-    load_numbers(weights.codes, codes, read)
+    wide = {name for name in weights.codes if not is_scale(name, weights.codes)}
+    wide |= split.keys() & {piece.ours for piece in own}
+    load_slices(weights.boxes(piece for piece in own if piece.ours not in wide), reader)
+    load_numbers({**weights.codes, **split}, wide, read)
 
 
 def load_adapter(model: Model, folder: str | Path, source: Path | None = None) -> None:

@@ -51,6 +51,8 @@ class LayerCache:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.kept: list[Tensor] = []
+        self.of_weights: tuple[Tensor, ...] = ()
+        """What a layer makes of its weights alone, once for all forwards; empty until then."""
 
     def rows_of(self, x_1T: Tensor) -> Tensor:
         """[1, T, ...] -> [B, n, ...], without padding."""

@@ -90,7 +90,10 @@ class MultiHeadLatentAttention(nn.Module):
             k_BSHD = torch.cat([k_nope, k_rope_BS1D.expand(*k_nope.shape[:3], -1)], -1)
             attended_BnHD = causal_attention(q_BnHD, k_BSHD, v_BSHD, plain, self.scale)
             return cache.as_one_sequence(attended_BnHD, q_1THD.shape[1])
-        keys_RHC, values_RHV = (x[0] for x in self._project(torch.eye(rank).to(latent_BSR)[None]))
+        if not cache.of_weights:
+            identity_RR = torch.eye(rank, dtype=latent_BSR.dtype, device=latent_BSR.device)
+            cache.of_weights = tuple(x[0] for x in self._project(identity_RR[None]))
+        keys_RHC, values_RHV = cache.of_weights
         q_nope, q_rope = q_BnHD.split([self.nope_dim, self.rope_dim], -1)
         q_BnHR = torch.cat([torch.einsum("bnhc,rhc->bnhr", q_nope, keys_RHC), q_rope], -1)
         # one head of keys: so queries of all heads are queries of one, which no kernel repeats keys for
