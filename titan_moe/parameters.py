@@ -20,6 +20,8 @@ TENSOR_AXIS = "tp"
 """The mesh axis of tensor parallelism."""
 SCALES = "_scales"
 """Behind the name of a frozen weight that is stored as codes, the name of its scales."""
+DTYPE_OF_NUMBERS = "dtype_of_numbers"
+"""Name of the attribute of a module with codes that says the dtype of their numbers in a product."""
 
 
 class ParameterKind(Enum):

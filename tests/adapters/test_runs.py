@@ -88,6 +88,8 @@ def test_a_checkpoint_may_lack_the_base(tiny, tmp_path: Path, capfd: pytest.Capt
         == 3
         and "--adapter writes the adapter alone" in told
     )
+    assert cli.main(["export", str(light.folder), str(tmp_path / "adapter"), "--adapter"]) == 0
+    capfd.readouterr()
     for each in (folder, str(whole.folder)):
         assert cli.main(["evaluate", each, "--run.device=cpu", "--data.source=synthetic"]) == 0
     light_loss, whole_loss = (line for line in capfd.readouterr().out.splitlines() if line.startswith("data"))

@@ -13,6 +13,7 @@ from torch import Tensor
 from titan_moe import cli
 from titan_moe.adapters import low_rank, stored
 from titan_moe.adapters.frozen import freeze
+from titan_moe.checkpoint.codes import dtype_of_numbers
 from titan_moe.checkpoint.hf import load_hf, save_hf
 from titan_moe.checkpoint.hf_stream import hf_weights
 from titan_moe.config.adapter import AdapterConfig, BaseFormat
@@ -83,6 +84,9 @@ def test_no_weight_in_a_wider_dtype_is_kept_for_backward(tmp_path: Path) -> None
         ours(torch.randint(61, (1, 7)), torch.randint(61, (1, 7)))
     assert any(tensor.itemsize == 1 for tensor in kept)
     assert not any(tuple(t.shape[-2:]) in shapes and t.itemsize > 1 and not t.requires_grad for t in kept if t.ndim > 2)
+    for parameter in ours.parameters():
+        parameter.requires_grad_(parameter.itemsize > 1)
+    assert dtype_of_numbers(ours) == torch.float32, "that of compute, whatever trains"
 
 
 def test_a_run_rounds_a_base_and_resumes_exactly(tiny, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from titan_moe.config import RecipeError
 from titan_moe.config.trainable import NOTHING, Patterns, trains, unmatched
 from titan_moe.kernels.formats.stored import CODES
-from titan_moe.parameters import ParameterKind, named_kinds, names_of_codes
+from titan_moe.parameters import DTYPE_OF_NUMBERS, ParameterKind, named_kinds, names_of_codes
 
 
 def freeze(model: nn.Module, patterns: Patterns, dtype: torch.dtype, *, has_adapters: bool = False) -> None:
@@ -26,6 +26,9 @@ def freeze(model: nn.Module, patterns: Patterns, dtype: torch.dtype, *, has_adap
     if problems := list(unmatched(names, patterns)):
         raise RecipeError(problems)
     codes = names_of_codes(model)
+    for module in model.modules():
+        if getattr(module, "has_codes", ()):
+            vars(module)[DTYPE_OF_NUMBERS] = dtype
     for name, parameter, kind in list(named_kinds(model)):
         if kind is ParameterKind.SCALES_OF_CODES:
             parameter.requires_grad_(False)

@@ -17,12 +17,11 @@ from titan_moe.checkpoint.weights import Shape
 from titan_moe.kernels.formats.stored import BLOCK, CODES, store
 from titan_moe.kernels.optim.split_master import store_split
 from titan_moe.parameters import (
+    DTYPE_OF_NUMBERS,
     SCALES,
     Chunk,
-    ParameterKind,
     local,
     local_chunks,
-    named_kinds,
     names_of_codes,
     remainder_of,
 )
@@ -111,10 +110,6 @@ def numbers_of_chunk(chunk: Chunk, scales: Tensor) -> Chunk:
 
 
 def dtype_of_numbers(part: nn.Module) -> torch.dtype:
-    """The dtype of compute, which frozen weights have that are not codes; bf16 where there are none."""
-    frozen = (
-        parameter.dtype
-        for _, parameter, kind in named_kinds(part)
-        if not parameter.requires_grad and kind is not ParameterKind.SCALES_OF_CODES and parameter.itemsize > 1
-    )
-    return next(frozen, torch.bfloat16)
+    """The dtype of compute, whose numbers codes stand for in a product; bf16 where there are none."""
+    found = (vars(module).get(DTYPE_OF_NUMBERS) for module in part.modules())
+    return next((dtype for dtype in found if dtype is not None), torch.bfloat16)
