@@ -12,14 +12,11 @@ from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refu
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, smallest_world
 from titan_moe.config.parse import blame
-from titan_moe.config.schema import counted, value_of
+from titan_moe.config.schema import counted
 from titan_moe.data.chat.records import ANSWERING, Conversation, RecordError, read_conversation
+from titan_moe.plan.answer import answer
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.choice.hardware import gpus_here
 from titan_moe.plan.data_report import in_words
-from titan_moe.plan.search import fewest_ranks, search
-from titan_moe.plan.search_report import as_rows, describe_plan, written_recipe
-from titan_moe.plan.search_space import FIXABLE
 
 
 def train(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> None:
@@ -69,36 +66,9 @@ def plan(
 
     Raises: RecipeError for a recipe that cannot be read, and where nothing fits that was to be written.
     """
-    loaded = _load(recipe, overrides)
-    if not any(word.startswith("--memory.recompute") for word in overrides):
-        loaded = replace(loaded, memory=replace(loaded.memory, recompute=("auto",)))
-    length, of_train = loaded.train.seq_len_tokens, loaded.train
-    if tokens_per_step is not None:
-        if tokens_per_step % length:
-            raise RecipeError(
-                [f"--tokens-per-step {tokens_per_step} is no multiple of train.seq_len_tokens = {length}"]
-            )
-        of_train = replace(of_train, global_batch_sequences=tokens_per_step // length)
-    loaded = replace(loaded, train=of_train)
-    device = gpu or next(iter(gpus_here()), "H100")
-    fixed = {key.rpartition(".")[2]: value_of(loaded, key) for key in map(_key_of, overrides) if key in FIXABLE}
-    with planning():
-        number = num_ranks
-        if fewest:
-            number, result = fewest_ranks(loaded, num_ranks, device, fixed)
-        else:
-            result = search(loaded, num_ranks, device, top, fixed)
-        text = describe_plan(result, loaded, number, device)
-        if write is not None:
-            if not result.found or not isinstance(recipe, (str, Path)):
-                raise RecipeError([f"nothing is written to {write}: {text}"])
-            base = Path(recipe).resolve()
-            Path(write).write_text(written_recipe(str(base), result.found[0], base), encoding="utf-8")
-        return json.dumps(as_rows(result, number), indent=1) if as_json else text
-
-
-def _key_of(override: str) -> str:
-    return override.removeprefix("--").partition("=")[0]
+    given = [word.removeprefix("--").partition("=")[0] for word in overrides]
+    file = recipe if isinstance(recipe, (str, Path)) else None
+    return answer(_load(recipe, overrides), given, num_ranks, gpu, tokens_per_step, top, as_json, write, fewest, file)
 
 
 def recipe_of_hf(folder: str | Path, copies: int | None = None, granularity: int | None = None) -> str:
