@@ -425,7 +425,7 @@ SPLIT_MODELS = {
         attention=replace(
             GQA,
             sliding_window=3,
-            window_layers=(0, 2),
+            window_layers=(0, 1),
             nope_every=2,
             attn_scale=0.5,
             floor_scale=3,
