@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> list[tuple[float, float]]:
     parser.add_argument("--tokenizer", default="bytes")
     parser.add_argument("--sequences", type=int, default=512, help="of a step, of all ranks")
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
-    parser.add_argument("--seconds", type=float, default=10, help="of a timing")
+    parser.add_argument("--seconds", type=float, default=2, help="of a timing, in which no lane may begin again")
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         write_rows(Path(folder) / "rows.jsonl", int(1e6 * args.megabytes))
