@@ -68,7 +68,11 @@ def plan(
     """
     given = [word.removeprefix("--").partition("=")[0] for word in overrides]
     file = recipe if isinstance(recipe, (str, Path)) else None
-    return answer(_load(recipe, overrides), given, num_ranks, gpu, tokens_per_step, top, as_json, write, fewest, file)
+    with planning():
+        found = answer(_load(recipe, overrides), given, num_ranks, gpu, tokens_per_step, top, fewest=fewest)
+        if write is not None:
+            found.write(write, file)
+        return found.json if as_json else found.text
 
 
 def recipe_of_hf(folder: str | Path, copies: int | None = None, granularity: int | None = None) -> str:

@@ -71,7 +71,7 @@ class LoadBalance(WideBuffers):
     For the loss of the whole batch, `sum_over_batch` sums the counts of one microbatch over the ranks that have others;
     the default is the identity. With several microbatches they are counted ahead: while `is_counting`, forwards add to
     `batch_counts_E`, which those with gradients read while `counts_ahead`. A forward of validation or text, whose
-    balancing losses nobody uses, sums nothing over ranks.
+    balancing losses are not used, sums nothing over ranks.
     `share_sums_E`, `num_dropped` and `margins_EQ` are for metrics and for quantile balancing.
     """
 

@@ -4,15 +4,44 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from titan_moe.config import RecipeError
-from titan_moe.config.parallel import planning
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import value_of
 from titan_moe.plan.choice.hardware import gpus_here
-from titan_moe.plan.search import fewest_ranks, search
+from titan_moe.plan.search import Result, fewest_ranks, search
 from titan_moe.plan.search_report import as_rows, describe_plan, written_recipe
 from titan_moe.plan.search_space import FIXABLE
+
+
+class Answer(NamedTuple):
+    """The layouts that were found, and for what."""
+
+    recipe: Recipe
+    num_ranks: int
+    gpu: str
+    found: Result
+
+    @property
+    def text(self) -> str:
+        """A table, with what the best layout wins by."""
+        return describe_plan(self.found, self.recipe, self.num_ranks, self.gpu)
+
+    @property
+    def json(self) -> str:
+        """The rows of the table."""
+        return json.dumps(as_rows(self.found, self.num_ranks), indent=1)
+
+    def write(self, out: str, file: str | Path | None) -> None:
+        """Write a recipe of the best layout, on that of `file`.
+
+        Raises: RecipeError where nothing fits, and for a recipe that is no file.
+        """
+        if not self.found.found or file is None:
+            raise RecipeError([f"nothing is written to {out}: {self.text}"])
+        base = Path(file).resolve()
+        Path(out).write_text(written_recipe(str(base), self.found.found[0], base), encoding="utf-8")
 
 
 def answer(
@@ -22,16 +51,13 @@ def answer(
     gpu: str | None,
     tokens_per_step: int | None,
     top: int,
-    as_json: bool,
-    write: str | None,
+    *,
     fewest: bool,
-    file: str | Path | None,
-) -> str:
-    """The table of layouts, or its rows as JSON. `given` are the keys of overrides: those of `[parallel]` are fixed,
-    and without `memory.recompute` "auto" chooses. `write` names a new recipe beside that of `file`.
+) -> Answer:
+    """Search. `given` are the keys of overrides: those of `[parallel]` are fixed, and without `memory.recompute` "auto"
+    chooses.
 
-    Raises: RecipeError for another number of tokens than whole sequences, and where nothing fits that was to be
-    written.
+    Raises: RecipeError for another number of tokens than whole sequences.
     """
     length = recipe.train.seq_len_tokens
     if tokens_per_step is not None:
@@ -44,16 +70,8 @@ def answer(
         recipe = replace(recipe, memory=replace(recipe.memory, recompute=("auto",)))
     device = gpu or next(iter(gpus_here()), "H100")
     fixed = {key.rpartition(".")[2]: value_of(recipe, key) for key in given if key in FIXABLE}
-    with planning():
-        number = num_ranks
-        if fewest:
-            number, result = fewest_ranks(recipe, num_ranks, device, fixed)
-        else:
-            result = search(recipe, num_ranks, device, top, fixed)
-        text = describe_plan(result, recipe, number, device)
-        if write is not None:
-            if not result.found or file is None:
-                raise RecipeError([f"nothing is written to {write}: {text}"])
-            base = Path(file).resolve()
-            Path(write).write_text(written_recipe(str(base), result.found[0], base), encoding="utf-8")
-        return json.dumps(as_rows(result, number), indent=1) if as_json else text
+    if fewest:
+        num_ranks, found = fewest_ranks(recipe, num_ranks, device, fixed)
+    else:
+        found = search(recipe, num_ranks, device, top, fixed)
+    return Answer(recipe, num_ranks, device, found)

@@ -15,9 +15,6 @@ from titan_moe.plan.cost.step_time import Prediction, predict
 from titan_moe.plan.resolved import Resolved
 from titan_moe.plan.search_report import FIELDS
 
-BALANCED_FACTOR = 1.125
-"""The capacity factor that "auto" takes for a balanced load."""
-
 
 @planning()
 def check_data(recipe: Recipe, world_size: int, gpu: str | None = None) -> dict[str, Any]:
@@ -72,7 +69,7 @@ def _parameters(recipe: Recipe) -> dict[str, int]:
 
 def _memory(resolved: Resolved) -> dict[str, float]:
     """GiB of the rank that has most: what is held, what exists in a step, the arena of rows, and the peak."""
-    recipe, factor = resolved.recipe, resolved.recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
+    recipe, factor = resolved.recipe, resolved.usual_factor
     arena = 0
     if resolved.has_arena:
         arena = max(arena_bytes_per_rank(recipe, factor, part.slabs) for part in resolved.parts)

@@ -38,8 +38,6 @@ from titan_moe.plan.resolved import Resolved
 from titan_moe.plan.speed_report import describe_accumulation, describe_speed
 
 LABEL_WIDTH = 12
-BALANCED_FACTOR = 1.125
-"""The capacity factor that "auto" takes for a balanced load."""
 
 
 @planning()
@@ -62,7 +60,7 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         *_labelled("options", filter(None, [describe_experimental(recipe)])),
         ("step", _step(resolved)),
         *_labelled("data", describe_data(recipe)),
-        *_labelled("pipeline", describe_pipeline(resolved, _factor(resolved))),
+        *_labelled("pipeline", describe_pipeline(resolved, resolved.usual_factor)),
         *_labelled("muon", describe_muon(resolved.parts)),
         ("memory", _memory(resolved)),
         *_peak_itself(resolved),
@@ -219,11 +217,6 @@ def _step(resolved: Resolved) -> str:
     )
 
 
-def _factor(resolved: Resolved) -> float:
-    """The capacity factor that a peak is estimated at."""
-    return resolved.recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
-
-
 def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     if recipe.run.device == "cpu":
         return []
@@ -325,7 +318,7 @@ def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None, devices: list[st
 
 def _peak_gib(resolved: Resolved) -> float:
     """The peak of a step, with the memory that ranks share; in a pipeline on the rank that has most."""
-    return (resolved.peak_bytes(_factor(resolved)) + resolved.shared_bytes) / 2**30
+    return (resolved.peak_bytes(resolved.usual_factor) + resolved.shared_bytes) / 2**30
 
 
 def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:
@@ -333,7 +326,7 @@ def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:
     recipe = resolved.recipe
     if recipe.run.device == "cpu":
         return []
-    factor, gib = _factor(resolved), _peak_gib(resolved)
+    factor, gib = resolved.usual_factor, _peak_gib(resolved)
     peak = f"about {gib:.3g} GiB at the peak of a step"
     if recipe.compile.cudagraph != "off":
         launched = replace(recipe, compile=replace(recipe.compile, cudagraph="off"))

@@ -35,6 +35,10 @@ def _derived(derive: Callable[[Recipe], T]) -> cached_property[T]:
     return cached_property(lambda resolved: derive(resolved.recipe))
 
 
+BALANCED_FACTOR = 1.125
+"""The capacity factor that "auto" takes for a balanced load."""
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A recipe, a number of ranks, and what follows from both. A value is derived when it is first read, and kept.
@@ -137,6 +141,11 @@ class Resolved:
     def gathered_bytes(self) -> int:
         """Unsharded parameters and gradients of a rank during a step, in the same way."""
         return max(map(memory.gathered_bytes, self.parts))
+
+    @property
+    def usual_factor(self) -> float:
+        """The capacity factor that a peak is estimated at: the fixed one, or that of a balanced load."""
+        return self.recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
 
     def peak_bytes(self, capacity_factor: float) -> int:
         """The peak of a rank at a capacity factor, in the same way."""

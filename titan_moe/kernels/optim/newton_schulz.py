@@ -49,7 +49,7 @@ def orthogonalise_by_halves(x_nRC: Tensor, num_steps: int, out_nRC: Tensor | Non
         factor = product(gram, of_factor, gram, (c, b, a))
         out = out_nRC if step == num_steps - 1 else None
         pair = (x, factor) if is_tall else (factor, x)
-        x = torch.bmm(*pair) if out is None else torch.bmm(*pair, out=out)
+        x = torch.bmm(*pair, out=out)
     return x
 
 
