@@ -180,9 +180,9 @@ BROKEN = {
         "--parallel.expert_clones=auto",
         'parallel.expert_clones = "auto" has no codes, and model.adapter.base = "fp8_rowwise"',
     ),
-    "codes_of_experts_are_unsharded": (
+    "codes_of_experts_are_whole": (
         "--model.adapter.rank=8 --model.adapter.base=fp8_blockwise --parallel.ep=1 --parallel.dispatcher=local",
-        'model.adapter.base = "fp8_blockwise" needs experts that bypass FSDP, and 8 ranks have the same experts',
+        'model.adapter.base = "fp8_blockwise" needs experts that FSDP does not shard, and edp = 8',
     ),
     "adapters_do_not_overlap_tp": (
         '--model.adapter.rank=8 --model.adapter.targets=["attention"] --parallel.tp=2 --parallel.tp_comm_overlap=true',

@@ -67,6 +67,7 @@ def test_factors_and_what_is_named_have_gradients(alone: Any) -> None:
         pytest.param(replace(EP2, accumulate_unsharded=True, overlap="microbatch"), "experts", id="interleaved"),
         pytest.param(ParallelConfig(tp=2, ep=2, etp=2, dispatcher="alltoall"), "none", id="tp2-ep2-etp2"),
         pytest.param(ParallelConfig(etp=2), "none", id="etp2-edp2"),
+        pytest.param(replace(EP2, dp_replicate=2), "none", id="hsdp2x2-ep2"),
         pytest.param(replace(PP2, ep=2, dispatcher="allgather"), "none", id="pp2-ep2"),
         pytest.param(
             replace(PP2, pp_schedule="zbv", vpp=2, pp_layout="Et||t|tL", accumulate_unsharded=True), "none", id="zbv"
@@ -78,17 +79,18 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         one_loss.assert_same(trace, alone, 1e-9)
 
 
-@pytest.mark.few("pp2-ep2")
+@pytest.mark.few("pp2-ep2", "replicas")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "is_compiled"),
     [
+        pytest.param(4, ParallelConfig(dp_replicate=4), False, id="replicas"),
         pytest.param(2, replace(EP2, dispatcher="allgather"), True, id="ep2-compiled"),
         pytest.param(4, replace(PP2, ep=2, dispatcher="alltoall", accumulate_unsharded=True), False, id="pp2-ep2"),
         pytest.param(4, ParallelConfig(ep=4, cp=2, dispatcher="alltoall"), False, id="ep4-cp2"),
     ],
 )
 def test_codes_train_as_on_one_process(ranks, num_ranks: int, parallel: ParallelConfig, is_compiled: bool) -> None:
-    """Experts have theirs on one rank each, and linear layers on every rank."""
+    """Experts have theirs on one rank of each replica, and linear layers on every rank."""
 
     def with_codes(run: Recipe) -> Recipe:
         return replace(run, model=replace(run.model, adapter=replace(ADAPTER, base="fp8_rowwise")))

@@ -1,22 +1,28 @@
-"""When FSDP reduces: the experts of a layer before the block below starts its backward."""
+"""When FSDP reduces, and what it gathers: the experts of a layer before the block below starts its backward; nothing
+that a rank has whole."""
 
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
+from titan_moe.config.adapter import AdapterConfig
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
+from titan_moe.data.packing import Batch
 from titan_moe.dispatch import Routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.mesh import build_meshes
 from titan_moe.plan.resolved import Resolved
-from titan_moe.training.build import build_on_meta, build_parts
+from titan_moe.training.build import assemble, build_on_meta, build_parts
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -68,3 +74,45 @@ def test_fsdp_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks)
         for seen in ranks(num_ranks, watch, parallel):
             assert seen["reduced"] == {1: True, 2: True}
             assert seen["dtypes"] == {(torch.bfloat16, torch.float32)}
+
+
+HSDP = ParallelConfig(dp_replicate=2, ep=2, dispatcher="alltoall")
+ADAPTER = AdapterConfig(rank=8, targets=("attention", "experts"))
+
+
+def count_messages(recipe: Recipe, num_microbatches: int) -> tuple[int, set[str]]:
+    """How many gradients a step sums over replicas, and the names of the parameters that are no DTensors."""
+    assembly = assemble(recipe, torch.device("cpu"))
+    (model,) = assembly.parts
+    sent: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if options.get("group") is not None and tensor.numel() > 512:
+            sent.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    tokens = torch.randint(256, (num_microbatches, 1, 16))
+    dist.all_reduce = counting
+    try:
+        assembly.step(Batch(tokens, tokens, None))
+    finally:
+        dist.all_reduce = all_reduce
+    return len(sent), {name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)}
+
+
+@pytest.mark.parametrize("adapter", [AdapterConfig(), ADAPTER], ids=["whole", "adapters"])
+def test_replicas_sum_once_a_step(ranks, adapter: AdapterConfig) -> None:
+    """Frozen parameters that are not sharded stay as they are: experts with one rank of a replica that has them."""
+    recipe = replace(RECIPE, parallel=HSDP, model=replace(RECIPE.model, adapter=adapter))
+    counts = []
+    for number in (1, 3):
+        train = replace(RECIPE.train, micro_batch_sequences=1, global_batch_sequences=4 * number)
+        ((count, plain), *_) = ranks(4, count_messages, replace(recipe, train=train), number)
+        counts.append(count)
+        assert not plain, "those of this mesh are sharded, or are on that of ep"
+    assert counts[0] == counts[1] > 0
+    alone = replace(recipe, parallel=replace(HSDP, dp_replicate=4, ep=1, dispatcher="local"), train=train)
+    ((_, plain), *_) = ranks(4, count_messages, alone, 3)
+    trained = {name for name in plain if name.endswith(("adapter.A", "adapter.B", "_A", "_B"))}
+    assert not trained and bool(plain) == adapter.is_used

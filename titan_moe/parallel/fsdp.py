@@ -1,10 +1,11 @@
 """Fully sharded data parallelism (FSDP2): dense parameters over the dense mesh, experts over the expert mesh.
 
 Gradients are summed, never averaged: the loss is already divided by the tokens of the whole step. So experts, whose
-gradients come from fewer ranks, need no scale of their own. Unsharded experts bypass FSDP (unsharded_experts.py).
+gradients come from fewer ranks, need no scale of their own. Unsharded experts bypass FSDP (unsharded_experts.py), and
+so do frozen parameters that a rank has whole: there is nothing to gather, and FSDP would copy them in every microbatch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ def apply(
     config, policy = resolved.recipe.parallel, _mixed_precision(resolved.recipe.precision)
     reshards = not config.accumulate_unsharded
     blocks = list(model.get_submodule("layers").children())
-    unsharded: set[nn.Parameter] = set()
+    unsharded = set(_frozen_wholes(model, meshes.dense_fsdp, policy, of_experts=False))
     options: dict[str, Any] = {
         "mesh": meshes.dense_fsdp,
         "mp_policy": policy,
@@ -63,8 +64,9 @@ def apply(
                 )
                 unsharded.update(experts.parameters())
             else:
-                _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
-        unsharded.update(_stored_parameters(block))
+                unsharded.update(wholes := set(_frozen_wholes(experts, meshes.expert_fsdp, policy, of_experts=True)))
+                reshards_experts = reshards and config.reshard_experts_after_forward
+                _shard_experts(experts, meshes.expert_fsdp, policy, reshards_experts, wholes)
         fully_shard(block, reshard_after_forward=reshards and config.reshard_after_forward, **options)
         if config.overlap == "microbatch":
             for experts in _experts_of(block):
@@ -77,11 +79,20 @@ def apply(
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
 
 
-def _stored_parameters(block: nn.Module) -> Iterator[nn.Parameter]:
-    """Weights of linear layers that are stored as codes, with their scales: each rank has them whole, for they have no
-    gradient, and a gather would cast them."""
-    names = names_of_codes(block)
-    return (block.get_parameter(f"{name}{end}") for name in names for end in ("", SCALES))
+def _frozen_wholes(
+    module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, of_experts: bool
+) -> Iterator[nn.Parameter]:
+    """Frozen parameters of routed experts, or of all else, that each rank of the mesh has whole, in the dtype that
+    computes with them: all that FSDP would shard over one rank, and codes with their scales, which a gather would
+    cast."""
+    codes = {f"{name}{end}" for name in names_of_codes(module) for end in ("", SCALES)}
+    in_experts = {id(weight) for experts in _all_experts_of(module) for weight in experts.parameters()}
+    for name, weight in module.named_parameters():
+        if weight.requires_grad or (id(weight) in in_experts) != of_experts:
+            continue
+        is_ready = policy.param_dtype in (None, weight.dtype)
+        if name in codes or (is_ready and mesh.size(-1) == 1):
+            yield weight
 
 
 def _mixed_precision(precision: PrecisionConfig) -> MixedPrecisionPolicy:
@@ -113,6 +124,12 @@ def keep_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
 def _init_dtypes(group: Any, init: Callable[[], None], dtype: torch.dtype) -> None:
     init()
     group._orig_dtype = dtype
+
+
+def set_replica_reduction(model: nn.Module, is_last: bool) -> None:
+    """Set whether the next backward sums gradients over replicas, as the last of a step does, or this rank's shards
+    alone."""
+    _fsdp(model).set_requires_all_reduce(is_last)
 
 
 def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:
@@ -199,13 +216,21 @@ def reshard_all(model: nn.Module) -> None:
             module.reshard()
 
 
-def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
-    """Shard the row width L, which ep and etp do not shard; without one, the hidden width F.
+def _shard_experts(
+    experts: GroupedExperts,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard: bool,
+    wholes: Collection[nn.Parameter],
+) -> None:
+    """Shard the row width L, which ep and etp do not shard; without one, the hidden width F. `wholes` stay as they are.
 
     Raises: ValueError for a parameter of unknown dimensions.
     """
     placements = {}
     for name, parameter in experts.named_parameters(recurse=False):
+        if parameter in wholes:
+            continue
         dims = experts.parameter_dims.get(name, "")
         if "L" not in dims and "F" not in dims:
             raise ValueError(
@@ -219,6 +244,7 @@ def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPreci
         mp_policy=policy,
         reshard_after_forward=reshard,
         shard_placement_fn=placements.__getitem__,
+        ignored_params=set(wholes),
     )
 
 

@@ -78,6 +78,7 @@ def forward_backward(model: nn.Module, batch: Batch, scale: Tensor, *, routing: 
     """Run one microbatch after the other, accumulating gradients; returns this rank's loss, scaled."""
     losses = []
     for number, microbatch in enumerate(batch.microbatches()):
+        fsdp.set_replica_reduction(model, number == len(batch.tokens_MBN) - 1)
         with routing.of(model, number):  # in backward too: what it repeats is then compiled as in forward
             losses.append(run_microbatch(model, microbatch, scale))
     return torch.stack(losses).sum()

@@ -135,22 +135,19 @@ codes_have_no_clones = row(
 )
 
 
-@rule("FSDP would gather codes as numbers of compute's dtype", "model.adapter.base parallel.ep dp_replicate")
-def codes_of_experts_are_unsharded(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("FSDP would shard codes, and gather them as numbers of compute's dtype", "model.adapter.base parallel.ep")
+def codes_of_experts_are_whole(recipe: Recipe, world_size: int) -> Iterator[str]:
     if not recipe.model.adapter.has_codes or not recipe.model.num_moe_layers:
         return
     try:
-        sizes = resolve(recipe.parallel, world_size)
+        edp = resolve(recipe.parallel, world_size).edp
     except ValueError:  # another rule says so
         return
-    if not sizes.experts_are_unsharded(recipe.precision):
-        copies = sizes.edp * sizes.dp_replicate
-        of, hint = "gradients are reduced in a wider dtype", ""
-        if copies > 1:
-            of = f"{copies} ranks have the same experts"
-            hint = f'parallel.ep = {sizes.ep * copies} with parallel.dispatcher = "alltoall"'
-        base = in_toml(recipe.model.adapter.base)
-        yield Problem(f"model.adapter.base = {base} needs experts that bypass FSDP, and {of}", hint=hint)
+    if edp > 1:
+        base, p = in_toml(recipe.model.adapter.base), recipe.parallel
+        hint = f"parallel.dp_replicate = {p.dp_replicate * edp}"
+        hint += f', or parallel.ep = {p.ep * edp} with parallel.dispatcher = "alltoall"'
+        yield Problem(f"model.adapter.base = {base} needs experts that FSDP does not shard, and edp = {edp}", hint=hint)
 
 
 adapter_files_need_adapters = row(

@@ -233,6 +233,8 @@ class StepRun:
         reduces = not self.pipeline.reduces_at_the_end and self.num_backwards_left[stage] == 1
         if self.pipeline.config.accumulate_unsharded:
             fsdp.set_unsharded_accumulation(self.stages[stage], not reduces)
+        else:
+            fsdp.set_replica_reduction(self.stages[stage], reduces)
         stretches = self.runs.pop(key).backward(self.output_grads.pop(key).wait(), reduces=reduces)
         grad = yield from within(self.pipeline.routing, self.stages[stage], microbatch, stretches)
         if stage == 0:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import microbatch_tokens, num_microbatches
-from titan_moe.plan.cost.memory import experts_per_rank
+from titan_moe.plan.cost.memory import experts_per_rank, trained_experts_per_rank
 from titan_moe.plan.pipeline.parts import RankPart
 
 FRAGMENTATION = 0.02
@@ -45,9 +45,9 @@ def reduced_bytes(part: RankPart) -> float:
     """The bytes of a rank's shards of gradients, which FSDP reduces. Those of unsharded experts are added up by the
     computing stream."""
     sizes = resolve(part.recipe.parallel, part.world_size)
-    shards = part.count.dense_of_a_rank / sizes.fsdp
+    shards = part.count.trained_dense_of_a_rank / sizes.fsdp
     if not sizes.experts_are_unsharded(part.recipe.precision):
-        shards += experts_per_rank(part.recipe) / sizes.edp
+        shards += trained_experts_per_rank(part.recipe) / sizes.edp
     return shards * BYTES_OF_DTYPE[part.recipe.precision.gradients_dtype]
 
 

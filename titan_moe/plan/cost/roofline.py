@@ -115,7 +115,7 @@ def sharding_by_group(part: RankPart) -> tuple[float, float]:
     """Count the same of dense parameters and of experts: gathered parameters, reduced gradients, sums over replicas.
 
     Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
-    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces.
+    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces. Replicas sum once.
     """
     recipe, p = part.recipe, part.recipe.parallel
     sizes = resolve(p, part.world_size)
@@ -136,11 +136,8 @@ def sharding_by_group(part: RankPart) -> tuple[float, float]:
     )
     times = 1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size)
     of_root, of_blocks, of_experts = (
-        times
-        * (
-            (1 - 1 / num_ranks) * (size * num_gathers * gathered + trained * summed)
-            + 2 * trained / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
-        )
+        times * (1 - 1 / num_ranks) * (size * num_gathers * gathered + trained * summed)
+        + 2 * trained / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
         for size, trained, num_gathers, num_ranks in groups
     )
     return of_root + of_blocks, of_experts

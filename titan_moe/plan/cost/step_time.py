@@ -199,15 +199,15 @@ def _of_a_step(part: RankPart, rates: Rates, number: int, compute: float) -> dic
 def _copied_bytes(part: RankPart, run: Resolved, number: int) -> float:
     """Bytes of passes over parameters and their gradients."""
     recipe, p = part.recipe, part.recipe.parallel
-    times = 1 if p.accumulate_unsharded else number
+    times, sizes = 1 if p.accumulate_unsharded else number, run.sizes
     trained_dense = part.count.trained_dense_of_a_rank
     frozen = part.count.dense_of_a_rank - trained_dense - stored_numbers(part, of_experts=False)
     dense = trained_dense * (COPIES * times + (ACCUMULATE * number if p.accumulate_unsharded else 0))
-    dense += max(frozen, 0) * COPIES_OF_FROZEN * times
+    dense += max(frozen, 0) * COPIES_OF_FROZEN * times if sizes.fsdp > 1 else 0
     experts, trained = experts_per_rank(recipe), trained_experts_per_rank(recipe)
     if not run.experts_are_unsharded:
         frozen = experts - trained - stored_numbers(part, of_experts=True)
-        copied = (trained * COPIES + max(frozen, 0) * COPIES_OF_FROZEN) * times
+        copied = (trained * COPIES + (max(frozen, 0) * COPIES_OF_FROZEN if sizes.edp > 1 else 0)) * times
         return dense + copied + (trained * ACCUMULATE * number if p.accumulate_unsharded else 0)
     casts = CAST if recipe.precision.compute != recipe.precision.parameters else 0
     if recipe.precision.format_of("experts") != "compute":
