@@ -131,7 +131,8 @@ def measure(
                 profile_step(lambda: assembly.step(batches[-1]), output.file, output.heading)
     finally:
         assembly.step.release()  # NCCL does not shut down while a graph contains its collectives
-    return result | {"kernels": asdict(recipe.perf.chosen_kernels)} | facts_of(device)
+    chosen = {"kernels": asdict(recipe.perf.chosen_kernels), "recompute": [*recipe.memory.recompute]}
+    return result | chosen | {"capacity_factor": assembly.step.step.capacity.capacity_factor} | facts_of(device)
 
 
 def time_steps(
