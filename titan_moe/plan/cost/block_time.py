@@ -13,6 +13,8 @@ from titan_moe.plan.cost.adapter_time import expert_adapter, linear_adapter, mad
 from titan_moe.plan.cost.codes import can_be_codes
 from titan_moe.plan.cost.count import attention_core_flops_per_token
 from titan_moe.plan.cost.gemm_time import (
+    BLOCKWISE,
+    CODES_OF_TORCH,
     EXPERTS_OF_TORCH,
     Passes,
     attention_passes,
@@ -117,7 +119,7 @@ class _Block:
             tokens, widths = self.num_tokens * (tp if is_split else 1), row.own_widths
             if self.recipe.parallel.cp > 1 and is_split:  # heads that ulysses exchanges
                 tokens = round(self.num_tokens * row.multiply_adds / max(widths[0] * widths[1], 1))
-            one = linear_seconds(self.rates, tokens, widths, has_codes=row.path in self.codes)
+            one = linear_seconds(self.rates, tokens, widths, has_codes=row.path in self.codes) * self._blockwise(row)
             found["linears"] = Passes(one, one, one)
         if width := self._passed(row):
             forward, backward, elements = width
@@ -144,8 +146,17 @@ class _Block:
         loads, number = layer_loads(recipe), recipe.model.moe.num_experts // max(p.ep, 1)
         has_codes = row.path in self.codes
         passes = expert_passes(self.rates, loads.slots, loads.rows, number, row.own_widths, has_codes=has_codes)
+        passes = passes.times(self._blockwise(row))
         is_fused = recipe.perf.kernels == "auto" or recipe.perf.chosen_kernels.experts == "fused"
-        return passes if is_fused else passes.times(EXPERTS_OF_TORCH)
+        if is_fused and not (has_codes and recipe.model.moe.expert_mlp_bias):
+            return passes
+        return passes.times(CODES_OF_TORCH if has_codes else EXPERTS_OF_TORCH)
+
+    def _blockwise(self, row: Module) -> float:
+        """By how much longer a module takes in blocks than in rows."""
+        is_blockwise = row.path in self.codes and row.part is not None
+        is_blockwise = is_blockwise and self.recipe.precision.format_of(row.part) == "fp8_blockwise"
+        return BLOCKWISE if is_blockwise else 1.0
 
     def _adapter(self, row: Module, load: float) -> Passes:
         """The low-rank factors beside a module."""

@@ -11,8 +11,10 @@ DIAGONAL_FORWARD, DIAGONAL_BACKWARD = 300, 600
 """Tokens of a sequence at which causal attention loses half: blocks on the diagonal are computed whole."""
 WINDOWS = 0.7
 """FlexAttention's rate over cuDNN's."""
-EXPERTS_OF_TORCH = 1.12
-"""The time of experts that are not fused over that of those that are (plan/tables)."""
+BLOCKWISE = 1.2
+"""The time of experts and linear layers in blockwise fp8 over that in rowwise fp8."""
+EXPERTS_OF_TORCH, CODES_OF_TORCH = 1.12, 1.6
+"""The time of experts that are not fused over that of those that are (plan/tables), in bf16 and in fp8."""
 
 
 class Passes(NamedTuple):

@@ -22,6 +22,8 @@ class Group(NamedTuple):
 
     parameters: float
     num_ranks: int
+    trained: float
+    """Those whose gradients it reduces."""
 
 
 def gathering_bytes(part: RankPart) -> float:
@@ -56,7 +58,7 @@ def reducing_bytes(part: RankPart) -> float:
     the sum of the microbatches before."""
     recipe = part.recipe
     is_once = recipe.parallel.accumulate_unsharded or num_microbatches(recipe, part.world_size) == 1
-    largest = max(group.parameters / group.num_ranks for pair in _pairs_of(part) for group in pair)
+    largest = max(group.trained / group.num_ranks for pair in _pairs_of(part) for group in pair)
     return reduced_bytes(part) + (0.0 if is_once else largest * BYTES_OF_DTYPE[recipe.precision.reduce])
 
 
@@ -73,16 +75,22 @@ def _pairs_of(part: RankPart) -> list[tuple[Group, Group]]:
     sizes = resolve(part.recipe.parallel, part.world_size)
 
     def block(layer: int) -> Group:
-        rows = (module for module in count.modules if module.is_in(layer) and module.region != "experts")
-        return Group(sum(module.own_parameters for module in rows), sizes.fsdp)
+        rows = [module for module in count.modules if module.is_in(layer) and module.region != "experts"]
+        trained = sum(module.own_parameters * count.num_trained(module) / module.number for module in rows)
+        return Group(sum(module.own_parameters for module in rows), sizes.fsdp, trained)
 
     ends = count["embedding"], count["head"]
-    root = Group((sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp, sizes.fsdp)
+    of_ends = [module for module in count.modules if module.region in ("embedding", "head")]
+    trained_ends = [module.parameters * count.num_trained(module) / sizes.tp for module in of_ends]
+    of_rank = sum if sizes.pp == 1 else max
+    root = Group(of_rank(ends) / sizes.tp, sizes.fsdp, of_rank([0, *trained_ends]))
     moe = set(model.moe_layers)
     kinds = [layer in moe for layer in range(model.num_blocks)]
     blocks = {kind: [block(kinds.index(kind))] for kind in sorted(set(kinds))}
     if moe and not sizes.experts_are_unsharded(part.recipe.precision):
-        blocks[True].append(Group(experts_per_rank(part.recipe) / model.num_moe_layers, sizes.edp))
+        whole, trained = experts_per_rank(part.recipe), trained_experts_per_rank(part.recipe)
+        number = model.num_moe_layers
+        blocks[True].append(Group(whole / number, sizes.edp, trained / number))
     pairs = [(root, blocks[kinds[0]][0]), *(pair for of_kind in blocks.values() for pair in pairwise(of_kind))]
     changes = sorted({(one, other) for one, other in pairwise(kinds) if one != other})
     return pairs + [(blocks[one][-1], blocks[other][0]) for one, other in changes]

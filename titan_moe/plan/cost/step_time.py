@@ -50,8 +50,9 @@ CAST, ACCUMULATE_FIRST, ACCUMULATE = 6, 6, 10
 """Bytes a parameter of unsharded experts: to cast fp32, and to add gradients in bf16 into fp32."""
 CODES = 11
 """To quantise a weight in bf16 for forward and backward."""
-COPIES, COPIES_OF_FROZEN = 12, 4
-"""Of a gathered parameter, and its gradient, in FSDP's buffers; of one without a gradient."""
+COPIES, COPIES_OF_FROZEN, SUM_OF_SHARDS = 12, 4, 12
+"""Of a gathered parameter, and its gradient, in FSDP's buffers; of one without a gradient; and of a rank's shard, to
+add reduced gradients of microbatches up in fp32."""
 MUON_RATE, MUON_COPIES = 0.81, 15
 """Of the rate of dense GEMMs, with the FLOPs of whole products, of which some are computed by halves; and bytes a
 parameter of norms and divisions. By kernels alone (tools/results/kernels.md, steps.md)."""
@@ -204,10 +205,12 @@ def _copied_bytes(part: RankPart, run: Resolved, number: int) -> float:
     frozen = part.count.dense_of_a_rank - trained_dense - stored_numbers(part, of_experts=False)
     dense = trained_dense * (COPIES * times + (ACCUMULATE * number if p.accumulate_unsharded else 0))
     dense += max(frozen, 0) * COPIES_OF_FROZEN * times if sizes.fsdp > 1 else 0
+    dense += trained_dense / sizes.fsdp * SUM_OF_SHARDS * (times - 1)
     experts, trained = experts_per_rank(recipe), trained_experts_per_rank(recipe)
     if not run.experts_are_unsharded:
         frozen = experts - trained - stored_numbers(part, of_experts=True)
         copied = (trained * COPIES + (max(frozen, 0) * COPIES_OF_FROZEN if sizes.edp > 1 else 0)) * times
+        copied += trained / sizes.edp * SUM_OF_SHARDS * (times - 1)
         return dense + copied + (trained * ACCUMULATE * number if p.accumulate_unsharded else 0)
     casts = CAST if recipe.precision.compute != recipe.precision.parameters else 0
     if recipe.precision.format_of("experts") != "compute":
