@@ -24,6 +24,7 @@ from titan_moe.kernels.experts.fp8.rows import quantize_apart, quantize_rows, un
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad as fp8_weight_grad
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way, quantize_weight
 from titan_moe.kernels.experts.gather_mm import gather_mm
+from titan_moe.kernels.experts.low_rank import low_products, low_weight_grads
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
 from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
@@ -59,7 +60,7 @@ from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule, clear_rows_wi
 pytestmark = pytest.mark.slow
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
-V = 151_936
+V, RANK = 151_936, 16
 R = S * K
 
 
@@ -279,6 +280,44 @@ GEMMS: dict[str, Callable[[], object]] = {
     "slot_mm_up": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles()),
     "slot_mm_down_with_put": lambda: slot_mm(half(R, F), half(E, D, F).mT, tiles(), schedule=schedule()),
     "slot_mm_up_with_put": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), schedule=schedule()),
+    "expert_up_with_factors": lambda: expert_up(
+        half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), low=(half(R, 2 * RANK), half(E, 2, F, RANK))
+    ),
+    "gather_mm_with_factors": lambda: gather_mm(
+        half(S, D), index(R), half(E, D, F), tiles(), low=(half(R, RANK), half(E, RANK, F))
+    ),
+    "slot_mm_down_with_factors": lambda: slot_mm(
+        half(R, F), half(E, D, F).mT, tiles(), low=(half(R, RANK), half(E, D, RANK).mT)
+    ),
+    "slot_mm_up_with_factors": lambda: slot_mm(
+        half(R, 2 * F), half(E, 2 * F, D), tiles(), low=(half(R, 2 * RANK), half(E, 2 * RANK, D))
+    ),
+    "wide_expert_up_with_factors": lambda: expert_up(
+        half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), low=(half(R, 512), half(E, 2, F, 256))
+    ),
+    "wide_slot_mm_up_with_factors": lambda: slot_mm(
+        half(R, 2 * F), half(E, 2 * F, D), tiles(), low=(half(R, 512), half(E, 512, D))
+    ),
+    "low_products_of_rows": lambda: low_products(
+        half(S, D), half(E, 1, 2 * RANK, D).mT, tiles(), 2.0, rows_R=index(R)
+    ),
+    "low_products_of_gradients": lambda: low_products(half(S, D), half(E, 1, D, RANK), tiles(), 2.0, rows_R=index(R)),
+    "low_products_of_activations": lambda: low_products(half(R, F), half(E, 1, RANK, F).mT, tiles(), 2.0),
+    "low_products_of_pairs": lambda: low_products(half(R, 2 * F), half(E, 2, F, RANK), tiles(), 2.0),
+    "wide_low_products": lambda: low_products(half(S, D), half(E, 1, 512, D).mT, tiles(), 2.0, rows_R=index(R)),
+    "low_weight_grads_of_rows": lambda: low_weight_grads(
+        half(R, 2 * RANK), half(S, D), half(E, 1, 2 * RANK, D).mT, index(E), rows_R=index(R)
+    ),
+    "low_weight_grads_of_gradients": lambda: low_weight_grads(
+        half(R, RANK), half(S, D), half(E, 1, D, RANK), index(E), rows_R=index(R)
+    ),
+    "low_weight_grads_of_activations": lambda: low_weight_grads(
+        half(R, RANK), half(R, F), half(E, 1, RANK, F).mT, index(E)
+    ),
+    "low_weight_grads_of_pairs": lambda: low_weight_grads(
+        half(R, 2 * RANK), half(R, 2 * F), half(E, 2, F, RANK), index(E)
+    ),
+    "wide_low_weight_grads": lambda: low_weight_grads(half(R, 512), half(R, 2 * F), half(E, 2, F, 256), index(E)),
     "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
     "expert_weight_grad_up_with_base": lambda: expert_weight_grad(
         half(R, 2 * F), half(S, D), index(R), index(E), base=base()

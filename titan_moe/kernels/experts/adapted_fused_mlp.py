@@ -3,13 +3,13 @@
 S rows · R expert slots, sorted by expert · e experts that the rank computes · D width of a row · F hidden width ·
 r rank
 
-Physics: the passes of passes.py without `dw`, and 2·R·r·(4·D + 5·F) FLOPs in GEMMs of a width of r or 2·r, which are
-bound by memory: they read rows, activations and their gradients again. The products of gate and up are one GEMM with a
-matrix of two blocks, written where pre-activations are, and `up` adds its own: so SwiGLU stays its epilogue. Results of
-slots, and the gradients of activations and slots, are sums of two GEMMs, a pass of 6·R·D or 6·R·F bytes each. Kept for
-backward are x, the pre-activation and a slot's products with A, 2·S·D + 4·R·(F + r) bytes in bf16. Weights may be codes
-with scales: the numbers of one are made for its product (kernels/formats/stored.py). The host reads nothing, and sizes
-are static. The reference is adapted_mlp.py with GEMMs of grouped_mm.py.
+Physics: the passes of passes.py without `dw`, and 18·R·r·(D + F) FLOPs, bound by memory. Products with the first
+factors, and gradients of all, read rows, activations or their gradients once each (low_rank.py); rows are gathered
+while they are read, 2·R·D bytes that mostly come from the L2 cache. Products with the second factors are added to the
+sums of the GEMMs of weights, so neither pre-activations, results of slots nor gradients are written or read for them.
+Kept for backward are x, the pre-activation and a slot's products with A, 2·S·D + 2·R·(2·F + 3·r) bytes in bf16.
+Weights may be codes with scales: the numbers of one are made for its product (kernels/formats/stored.py). The host
+reads nothing, and sizes are static. The reference is adapted_mlp.py with GEMMs of grouped_mm.py.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,10 @@ from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.experts.format import ExpertFormat
 from titan_moe.kernels.experts.formats import FORMATS
 from titan_moe.kernels.experts.gather_mm import gather_mm
+from titan_moe.kernels.experts.low_rank import low_products, low_weight_grads
 from titan_moe.kernels.experts.passes import flops_of_a_pass
-from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
+from titan_moe.kernels.experts.slot_mm import slot_mm
+from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
 from titan_moe.kernels.experts.tiles import plan_tiles
@@ -47,89 +49,87 @@ def _times(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
     return F.grouped_mm(x_RI, weight_eOI.transpose(1, 2), offs=offsets_e)
 
 
-def _two_blocks(b_e2Fr: Tensor) -> Tensor:
-    """B of gate and up as one matrix, [e, 2F, 2r], for the products of both with A side by side."""
-    num_experts, _, hidden, rank = b_e2Fr.shape
-    blocks = b_e2Fr.new_zeros(num_experts, 2, hidden, 2, rank)
-    for index in range(2):
-        blocks[:, index, :, index] = b_e2Fr[:, index]
-    return blocks.view(num_experts, 2 * hidden, 2 * rank)
-
-
 @torch.library.custom_op("titan_moe::adapted_mlp", mutates_args=())
 def _forward(
     x_SD: Tensor, slots: Tensors, weights: Tensors, factors: Tensors, scale: float, format: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y_SD, the pre-activation, and products with A of gate and up, times the scale (empty without factors)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y_SD, the pre-activation, and products with A of gate and up, and of down, times the scale (empty without
+    factors)."""
     refuse_cpu(x_SD, "experts", "fused", "grouped_mm")
     rows_R, slots_SK, scores_R, offsets_e = slots
-    hidden, low_up = None, x_SD.new_empty(rows_R.numel(), 0)
-    if factors:
-        x_RD = slot_rows(x_SD, rows_R, offsets_e)
-        low_up = _times(x_RD, factors[0].flatten(1, 2), offsets_e).mul_(scale)
-        del x_RD
-        hidden = _times(low_up, _two_blocks(factors[1]), offsets_e)
     tiles, activation = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS), FORMATS[format].activation
-    hidden, active_RF = expert_up(
-        x_SD, rows_R, scores_R, _number(weights, 0, x_SD.dtype), tiles,
-        hidden=hidden, adds=bool(factors), activation=activation,
-    )  # fmt: skip
-    y_RD = _times(active_RF, _number(weights, 1, x_SD.dtype), offsets_e)
-    if factors:
-        y_RD += _times(_times(active_RF, factors[2], offsets_e).mul_(scale), factors[3], offsets_e)
-    return slot_sum(y_RD, slots_SK), hidden, low_up
+    of_rows, gate_up = (x_SD, rows_R, scores_R), _number(weights, 0, x_SD.dtype)
+    low_up = low_down = x_SD.new_empty(rows_R.numel(), 0)
+    if not factors:
+        hidden, active_RF = expert_up(*of_rows, gate_up, tiles, activation=activation)
+        y_RD = _times(active_RF, _number(weights, 1, x_SD.dtype), offsets_e)
+        return slot_sum(y_RD, slots_SK), hidden, low_up, low_down.clone()
+    a_up, b_up, a_down, b_down = factors
+    low_up = low_products(x_SD, _side_by_side(a_up), tiles, scale, rows_R=rows_R)
+    hidden, active_RF = expert_up(*of_rows, gate_up, tiles, low=(low_up, b_up), activation=activation)
+    del gate_up
+    low_down = low_products(active_RF, _side_by_side(a_down), tiles, scale)
+    down = _number(weights, 1, x_SD.dtype).mT
+    y_RD = slot_mm(active_RF, down, tiles, low=(low_down, b_down.mT))
+    return slot_sum(y_RD, slots_SK), hidden, low_up, low_down
+
+
+def _side_by_side(a: Tensor) -> Tensor:
+    """A of one or several matrices as one of a row, [e, 1, I, M·r]."""
+    return a.flatten(1, -2)[:, None].mT
 
 
 @_forward.register_fake
 def _(
     x_SD: Tensor, slots: Tensors, weights: Tensors, factors: Tensors, scale: float, format: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_slots, rank = slots[0].shape[0], factors[3].shape[-1] if factors else 0
-    hidden = x_SD.new_empty(num_slots, 2 * weights[1].shape[2])
-    return torch.empty_like(x_SD), hidden, x_SD.new_empty(num_slots, 2 * rank)
+    sizes = 2 * weights[1].shape[2], 2 * rank, rank
+    hidden, low_up, low_down = (x_SD.new_empty(num_slots, size) for size in sizes)
+    return torch.empty_like(x_SD), hidden, low_up, low_down
 
 
 @torch.library.custom_op("titan_moe::adapted_mlp_backward", mutates_args=())
 def _backward(
     dy_SD: Tensor, x_SD: Tensor, slots: Tensors, weights: Tensors, factors: Tensors, hidden: Tensor, low_up: Tensor,
-    scale: float, format: str,
+    low_down: Tensor, scale: float, format: str,
 ) -> list[Tensor]:  # fmt: skip
     """dx_SD, dscores_R, and the gradients of factors."""
     rows_R, slots_SK, scores_R, offsets_e = slots
     tiles, activation = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS), FORMATS[format].activation
-    dactive_RF = gather_mm(dy_SD, rows_R, _number(weights, 1, dy_SD.dtype), tiles)
-    dy_RD, dlow_down, grads = None, None, []
-    if factors:
-        dy_RD = slot_rows(dy_SD, rows_R, offsets_e)
-        dlow_down = F.grouped_mm(dy_RD, factors[3], offs=offsets_e).mul_(scale)
-        dactive_RF += F.grouped_mm(dlow_down, factors[2], offs=offsets_e)
+    if not factors:
+        dactive_RF = gather_mm(dy_SD, rows_R, _number(weights, 1, dy_SD.dtype), tiles)
+        dhidden, _, dscores_R = swiglu_backward(dactive_RF, hidden, scores_R, offsets_e, activation=activation)
+        dx_RD = F.grouped_mm(dhidden, _number(weights, 0, dy_SD.dtype).flatten(1, 2), offs=offsets_e)
+        return [slot_sum(dx_RD, slots_SK), _of_slots(dscores_R)]
+    a_up, b_up, a_down, b_down = factors
+    dlow_down = low_products(dy_SD, b_down[:, None], tiles, scale, rows_R=rows_R)
+    dactive_RF = gather_mm(dy_SD, rows_R, _number(weights, 1, dy_SD.dtype), tiles, low=(dlow_down, a_down))
     dhidden, active_RF, dscores_R = swiglu_backward(dactive_RF, hidden, scores_R, offsets_e, activation=activation)
+    del dactive_RF
+    of_down = [
+        low_weight_grads(dlow_down, active_RF, _side_by_side(a_down), offsets_e).mT.view_as(a_down),
+        low_weight_grads(low_down, dy_SD, b_down[:, None], offsets_e, rows_R=rows_R).view_as(b_down),
+    ]
+    dlow_up = low_products(dhidden, b_up, tiles, scale)
+    of_up = [
+        low_weight_grads(dlow_up, x_SD, _side_by_side(a_up), offsets_e, rows_R=rows_R).mT.view_as(a_up),
+        low_weight_grads(low_up, dhidden, b_up, offsets_e),
+    ]
+    gate_up = _number(weights, 0, dy_SD.dtype).flatten(1, 2)
+    dx_RD = slot_mm(dhidden, gate_up, tiles, low=(dlow_up, a_up.flatten(1, 2)))
+    return [slot_sum(dx_RD, slots_SK), _of_slots(dscores_R), *of_up, *of_down]
+
+
+def _of_slots(dscores_R: Tensor | None) -> Tensor:
     assert dscores_R is not None, "slots are routed"
-    dx_RD = F.grouped_mm(dhidden, _number(weights, 0, dy_SD.dtype).flatten(1, 2), offs=offsets_e)
-    if dy_RD is not None and dlow_down is not None:
-        low_down = _times(active_RF, factors[2], offsets_e).mul_(scale)
-        of_down = [_sum_over_slots(dlow_down, active_RF, offsets_e), _sum_over_slots(dy_RD, low_down, offsets_e)]
-        dlow_up = F.grouped_mm(dhidden, _two_blocks(factors[1]), offs=offsets_e).mul_(scale)
-        dx_RD += F.grouped_mm(dlow_up, factors[0].flatten(1, 2), offs=offsets_e)
-        x_RD = slot_rows(x_SD, rows_R, offsets_e)
-        da_up = _sum_over_slots(dlow_up, x_RD, offsets_e).view_as(factors[0])
-        blocks = _sum_over_slots(dhidden, low_up, offsets_e).unflatten(2, (2, -1)).unflatten(1, (2, -1))
-        db_up = torch.stack([blocks[:, index, :, index] for index in range(2)], dim=1)
-        grads = [da_up, db_up, *of_down]
-    return [slot_sum(dx_RD, slots_SK), dscores_R, *grads]
-
-
-def _sum_over_slots(left_RO: Tensor, right_RI: Tensor, offsets_e: Tensor) -> Tensor:
-    """[e, O, I]."""
-    if not len(left_RO):
-        return left_RO.new_zeros(len(offsets_e), left_RO.shape[1], right_RI.shape[1])
-    return F.grouped_mm(left_RO.T, right_RI, offs=offsets_e)
+    return dscores_R
 
 
 @_backward.register_fake
 def _(
     dy_SD: Tensor, x_SD: Tensor, slots: Tensors, weights: Any, factors: Tensors, hidden: Any, low_up: Any,
-    scale: float, format: str,
+    low_down: Any, scale: float, format: str,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(x_SD), torch.empty_like(slots[2]), *map(torch.empty_like, factors)]
 
@@ -139,16 +139,16 @@ class _AdaptedFusedMLP(torch.autograd.Function):
     def forward(ctx: Any, format: str, scale: float, num_weights: int, *tensors: Tensor) -> Tensor:
         x_SD, *slots = tensors[:5]
         weights, factors = tensors[5 : 5 + num_weights], tensors[5 + num_weights :]
-        y_SD, hidden, low_up = _forward(x_SD, slots, weights, factors, scale, format)
+        y_SD, *kept = _forward(x_SD, slots, weights, factors, scale, format)
         ctx.format, ctx.scale, ctx.num_weights = format, scale, num_weights
-        ctx.save_for_backward(hidden, low_up, *tensors)
+        ctx.save_for_backward(*kept, *tensors)
         return y_SD
 
     @staticmethod
     def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, low_up, x_SD, *tensors = ctx.saved_tensors
+        hidden, low_up, low_down, x_SD, *tensors = ctx.saved_tensors
         slots, weights, factors = tensors[:4], tensors[4 : 4 + ctx.num_weights], tensors[4 + ctx.num_weights :]
-        operands = dy_SD.contiguous(), x_SD, slots, weights, factors, hidden, low_up
+        operands = dy_SD.contiguous(), x_SD, slots, weights, factors, hidden, low_up, low_down
         dx_SD, dscores_R, *grads = _backward(*operands, ctx.scale, ctx.format)
         return None, None, None, dx_SD, None, None, dscores_R, None, *[None] * ctx.num_weights, *grads
 
@@ -185,11 +185,11 @@ class AdaptedFusedMLP:
 def _count(x: Any, slots: Any, weights: Any, factors: Any, *_: Any, **__: Any) -> int:
     (num_slots,), (_, _, hidden, width) = slots[0], weights[0]
     rank = factors[3][-1] if factors else 0
-    return flops_of_a_pass(num_slots, weights[0]) + 2 * num_slots * rank * (3 * width + 5 * hidden)
+    return flops_of_a_pass(num_slots, weights[0]) + 2 * num_slots * rank * 3 * (width + hidden)
 
 
 @register_flop_formula(torch.ops.titan_moe.adapted_mlp_backward)
 def _count_backward(dy: Any, x: Any, slots: Any, weights: Any, factors: Any, *_: Any, **__: Any) -> int:
     (num_slots,), (_, _, hidden, width) = slots[0], weights[0]
     rank = factors[3][-1] if factors else 0
-    return flops_of_a_pass(num_slots, weights[0]) + 2 * num_slots * rank * (6 * width + 11 * hidden)
+    return flops_of_a_pass(num_slots, weights[0]) + 2 * num_slots * rank * 6 * (width + hidden)

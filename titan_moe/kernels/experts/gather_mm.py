@@ -14,6 +14,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, get_arguments, get_in_order, wait_for_rows
+from titan_moe.kernels.experts.low_rank import add_low, low_block
 from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, add_block, check_cut, place_in_groups
 
 MEASURED = GemmTiles()
@@ -24,10 +25,11 @@ GET_BLOCKS = CopyBlocks(40, 16_384)
 def _gather_mm_kernel(
     x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
     get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, num_tiles_ptr, scales_ptr, base_ptr,
-    out_base_ptr,
+    out_base_ptr, low_ptr, factor_ptr,
     I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr, SCALED: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
+    RANK: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # products with a width keep their alignment
         x_ptr += tl.load(base_ptr) * ROW
@@ -57,8 +59,8 @@ def _gather_mm_kernel(
             return
         _gather_mm_tile(
             tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
-            required_rows_ptr, arrived_ptr, scales_ptr, I, O, ROW, SCALED, IS_INTERPRETED,
-            BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+            required_rows_ptr, arrived_ptr, scales_ptr, low_ptr, factor_ptr, I, O, ROW, SCALED, IS_INTERPRETED,
+            BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, RANK, LOW,
         )  # fmt: skip
     else:
         num_tiles = tl.load(num_tiles_ptr)
@@ -66,18 +68,20 @@ def _gather_mm_kernel(
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _gather_mm_tile(
                 tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, weight_desc, last_desc, out_ptr,
-                begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, scales_ptr, I, O, ROW, SCALED, IS_INTERPRETED,
-                BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+                begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, scales_ptr, low_ptr, factor_ptr,
+                I, O, ROW, SCALED, IS_INTERPRETED,
+                BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, RANK, LOW,
             )  # fmt: skip
 
 
 @triton.jit
 def _gather_mm_tile(
     tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
-    required_rows_ptr, arrived_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr,
+    required_rows_ptr, arrived_ptr, scales_ptr, low_ptr, factor_ptr, I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr,
     SCALED: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
+    RANK: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of slots and columns, once its rows have been received."""
     num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
@@ -93,20 +97,21 @@ def _gather_mm_tile(
         )  # fmt: skip
     elif BLOCK_LAST < BLOCK_O and column == num_columns - 1:
         _multiply(
-            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, last_desc, out_ptr, scales_ptr, I, O,
-            ROW, BLOCK_R, BLOCK_LAST, BLOCK_I,
+            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, last_desc, out_ptr, scales_ptr,
+            low_ptr, factor_ptr, I, O, ROW, BLOCK_R, BLOCK_LAST, BLOCK_I, RANK, LOW,
         )  # fmt: skip
     else:
         _multiply(
-            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I, O,
-            ROW, BLOCK_R, BLOCK_O, BLOCK_I,
+            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr,
+            low_ptr, factor_ptr, I, O, ROW, BLOCK_R, BLOCK_O, BLOCK_I, RANK, LOW,
         )  # fmt: skip
 
 
 @triton.jit
 def _multiply(
-    expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr,
-    ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, low_ptr, factor_ptr,
+    I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr, RANK: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     slots = begin + tl.arange(0, BLOCK_R)
     is_slot = slots < end
@@ -127,6 +132,8 @@ def _multiply(
         row_scale = tl.load(row_scales_ptr, mask=is_slot, other=0.0)
         column_scale = tl.load(scales_ptr + expert * O + columns, mask=columns < O, other=0.0)
         total = total * row_scale[:, None] * column_scale[None, :]
+    if low_ptr is not None:
+        total = add_low(total, low_ptr, factor_ptr, expert, slots, is_slot, columns, O, RANK, False, LOW)
     out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None] & (columns < O)[None, :])
 
@@ -178,6 +185,7 @@ def gather_mm(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     out_base: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
@@ -192,6 +200,8 @@ def gather_mm(
         dtype: of the result, if it is not that of x_SI.
         out: where the result is written, a new tensor if None.
         out_base: int64 [2] on the device. `out` is that of several layers; this layer's slots begin at out_base[1].
+        low: low products of slots, [R, r], and factors, [e, r, O], contiguous, whose product is added before the result
+            is rounded; not with `columns`.
     """
     _, width, out_width = weight_eIO.shape
     if out is None:
@@ -208,11 +218,13 @@ def gather_mm(
     else:
         stored, blocks = weight_eIO.mT, [[1, columns or outputs, cut.inner] for outputs in (cut.outputs, last)]
     weights = [TensorDescriptor.from_tensor(stored, block) for block in blocks]
+    rank = 0 if low is None else low[1].shape[1]
     copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1] // (1 if scales is None else 2))
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(out_width, cut.outputs),)](
-        x_SI, rows_R, *weights, out, *tiles[:3], *copies, tiles.looped(), scales, base, out_base,
+        x_SI, rows_R, *weights, out, *tiles[:3], *copies, tiles.looped(), scales, base, out_base, *(low or (None, None)),
         I=width, O=out_width, ROW=x_SI.shape[1], SCALED=columns, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
+        RANK=rank, LOW=low_block(rank),
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     return out

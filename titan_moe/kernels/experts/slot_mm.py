@@ -13,6 +13,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, put_in_order, signal
+from titan_moe.kernels.experts.low_rank import add_low, low_block
 from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, add_block, check_cut, place_in_groups
 
 MEASURED = GemmTiles()
@@ -23,8 +24,9 @@ PUT_BLOCKS = CopyBlocks(36, 8192)
 def _slot_mm_kernel(
     x_desc, weight_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
     put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles, num_tiles_ptr,
-    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr,
-    I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, low_ptr, factor_ptr,
+    I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr, RANK: tl.constexpr,
+    LOW: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, COPY_BLOCKS: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
@@ -53,8 +55,8 @@ def _slot_mm_kernel(
         if expert >= 0:
             _slot_mm_any_tile(
                 tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-                row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, I, O, SCALED, IS_TRANSPOSED,
-                BLOCK_R, BLOCK_O, BLOCK_I,
+                row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, low_ptr, factor_ptr,
+                I, O, SCALED, IS_TRANSPOSED, RANK, LOW, BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
         if COPY_BLOCKS:
             signal(done_ptr + tile // GROUP)
@@ -63,8 +65,8 @@ def _slot_mm_kernel(
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _slot_mm_any_tile(
                 tile, column, tl.load(experts_ptr + tile), x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-                row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, I, O, SCALED, IS_TRANSPOSED,
-                BLOCK_R, BLOCK_O, BLOCK_I,
+                row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, low_ptr, factor_ptr,
+                I, O, SCALED, IS_TRANSPOSED, RANK, LOW, BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
             if COPY_BLOCKS:
                 signal(done_ptr + tile // GROUP)
@@ -73,9 +75,9 @@ def _slot_mm_kernel(
 @triton.jit
 def _slot_mm_any_tile(
     tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr,
-    I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, low_ptr, factor_ptr,
+    I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr, RANK: tl.constexpr,
+    LOW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     if SCALED:
         _slot_mm_tile_of_blocks(
@@ -85,14 +87,16 @@ def _slot_mm_any_tile(
     else:
         _slot_mm_tile(
             tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-            row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+            row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, low_ptr, factor_ptr,
+            I, O, IS_TRANSPOSED, RANK, LOW, BLOCK_R, BLOCK_O, BLOCK_I,
         )  # fmt: skip
 
 
 @triton.jit
 def _slot_mm_tile(
     tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, scores_ptr, bias_ptr, low_ptr, factor_ptr,
+    I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr, RANK: tl.constexpr, LOW: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
@@ -115,6 +119,8 @@ def _slot_mm_tile(
         score = tl.load(scores_ptr + slots, mask=is_slot, other=0.0)
         bias = tl.load(bias_ptr + expert * O + columns, mask=columns < O, other=0.0).to(tl.float32)
         total += score[:, None] * bias[None, :]
+    if low_ptr is not None:
+        total = add_low(total, low_ptr, factor_ptr, expert, slots, is_slot, columns, O, RANK, IS_TRANSPOSED, LOW)
     out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
     keep = is_slot[:, None] & (columns < O)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
@@ -161,6 +167,7 @@ def slot_mm(
     scales: tuple[Tensor, Tensor] | None = None,
     columns: int = 0,
     bias: tuple[Tensor, Tensor] | None = None,
+    low: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
@@ -174,6 +181,8 @@ def slot_mm(
         columns: as in gather_mm.py; scales of slots are then [R, I / columns].
         bias: scores of slots [R], fp32, and biases [e, O]: each slot gets its expert's times its score, before it is
             rounded; not with `columns`.
+        low: low products of slots, [R, r], and factors, [e, r, O], contiguous, or the transpose of what is, as the
+            weight is: their product is added before the result is rounded; not with `columns`.
         dtype: of the result, if it is not that of x_RI.
     """
     check_cut(cut, columns)
@@ -183,6 +192,7 @@ def slot_mm(
     if not num_slots:
         return out_RO
     num_tiles, num_columns = tiles.experts_M.numel(), triton.cdiv(out_width, cut.outputs)
+    rank = 0 if low is None else low[0].shape[1]
     rows = TensorDescriptor.from_tensor(x_RI, [tiles.rows, cut.inner])
     block = [1, columns or cut.outputs, cut.inner] if is_transposed else [1, cut.inner, cut.outputs]
     weights = TensorDescriptor.from_tensor(weight_eIO.mT if is_transposed else weight_eIO, block)
@@ -196,8 +206,8 @@ def slot_mm(
         sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width, x_RI.device)}
     _slot_mm_kernel[(tiles.usual * num_columns + sizes["COPY_BLOCKS"],)](
         rows, weights, out_RO, *tiles[:3], *copies, num_tiles, tiles.looped(), *(scales or (None, None)),
-        *(bias or (None, None)),
-        I=width, O=out_width, SCALED=columns, IS_TRANSPOSED=is_transposed,
+        *(bias or (None, None)), *(low or (None, None)),
+        I=width, O=out_width, SCALED=columns, IS_TRANSPOSED=is_transposed, RANK=rank, LOW=low_block(rank),
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_I=cut.inner, GROUP=cut.group,
         IS_INTERPRETED=knobs.runtime.interpret, **sizes, num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip

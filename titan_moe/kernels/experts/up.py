@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.experts.activation import clamp, forward
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, get_arguments, get_in_order, wait_for_rows
+from titan_moe.kernels.experts.low_rank import add_low_pair, low_block
 from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, place_in_groups
 
 TILE_ROWS = 128
@@ -31,10 +32,11 @@ GET_BLOCKS = CopyBlocks(36, 16_384)
 def _expert_up_kernel(
     x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
     get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, base_ptr, num_tiles_ptr,
+    low_ptr, factor_ptr,
     F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, ADDS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, RANK: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # products with a width keep their alignment
         x_ptr += tl.load(base_ptr) * D
@@ -56,8 +58,8 @@ def _expert_up_kernel(
             return
         _expert_up_tile(
             tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr, hidden_ptr, active_ptr,
-            begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED, BLOCK_R, BLOCK_F, BLOCK_D,
-            COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET, ADDS,
+            begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, low_ptr, factor_ptr, F, D, IS_INTERPRETED,
+            BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET, RANK, LOW,
         )  # fmt: skip
     else:
         num_tiles = tl.load(num_tiles_ptr)
@@ -65,18 +67,20 @@ def _expert_up_kernel(
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _expert_up_tile(
                 tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr,
-                hidden_ptr, active_ptr, begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED,
-                BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, LIMIT, ALPHA, UP_OFFSET, ADDS,
+                hidden_ptr, active_ptr, begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, low_ptr, factor_ptr,
+                F, D, IS_INTERPRETED, BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+                LIMIT, ALPHA, UP_OFFSET, RANK, LOW,
             )  # fmt: skip
 
 
 @triton.jit
 def _expert_up_tile(
     tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, bias_ptr, hidden_ptr, active_ptr, begins_ptr,
-    ends_ptr, required_rows_ptr, arrived_ptr, F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    ends_ptr, required_rows_ptr, arrived_ptr, low_ptr, factor_ptr,
+    F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, ADDS: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, RANK: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of slots and columns, once its rows have been received."""
     if COPY_BLOCKS:
@@ -95,6 +99,8 @@ def _expert_up_tile(
         x = tl.load(x_ptrs, mask=is_slot[:, None] & (inner < D - k)[None, :], other=0.0)
         weight = weight_desc.load([expert * 2, column * BLOCK_F, k]).reshape(2 * BLOCK_F, BLOCK_D)
         both = tl.dot(x, weight.T, both, input_precision="ieee")
+    if low_ptr is not None:
+        both = add_low_pair(both, low_ptr, factor_ptr, expert, slots, is_slot, column * BLOCK_F, F, RANK, BLOCK_F, LOW)
     gate, up = tl.split(both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1))
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * (2 * F) + features
@@ -102,9 +108,6 @@ def _expert_up_tile(
         up += tl.load(bias_ptrs + F, mask=is_feature, other=0.0).to(tl.float32)[None, :]
     keep = is_slot[:, None] & is_feature[None, :]
     hidden_ptrs = hidden_ptr + slots.to(tl.int64)[:, None] * (2 * F) + features[None, :]
-    if ADDS:
-        gate += tl.load(hidden_ptrs, mask=keep, other=0.0).to(tl.float32)
-        up += tl.load(hidden_ptrs + F, mask=keep, other=0.0).to(tl.float32)
     # the activation is made of the rounded pre-activation, as backward will see it
     gate = gate.to(hidden_ptr.dtype.element_ty)
     up = up.to(hidden_ptr.dtype.element_ty)
@@ -157,7 +160,7 @@ def expert_up(
     bias: Tensor | None = None,
     hidden: Tensor | None = None,
     base: Tensor | None = None,
-    adds: bool = False,
+    low: tuple[Tensor, Tensor] | None = None,
     activation: SwiGLU = PLAIN_SWIGLU,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
@@ -169,7 +172,8 @@ def expert_up(
         hidden: where the pre-activation is written, a new tensor if None.
         base: int64 [2] on the device. x_SD and `hidden` are those of several layers; this layer's begin at row base[0]
             and at slot base[1]. Indices count from there.
-        adds: whether the pre-activation is added to what `hidden` has: products with low-rank factors.
+        low: low products of gate and up, [R, 2 r], and their factors, [e, 2, F, r], contiguous: each slot gets them,
+            before its pre-activation is rounded.
     """
     num_slots, (_, _, num_features, width) = scores_R.numel(), weight_e2FD.shape
     if hidden is None:
@@ -182,11 +186,13 @@ def expert_up(
     # a block may run over the end of its expert's gate or up half: those columns are computed and not stored
     weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.outputs, cut.inner])
     copies, sizes = get_arguments(schedule, copy_blocks, width)
+    rank = 0 if low is None else low[1].shape[-1]
     _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(num_features, cut.outputs),)](
-        x_SD, rows_R, scores_R, weights, bias, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(),
+        x_SD, rows_R, scores_R, weights, bias, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(), *(low or (None, None)),
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.outputs, BLOCK_D=cut.inner, GROUP=cut.group,
-        LIMIT=activation.limit, ALPHA=activation.alpha, UP_OFFSET=activation.up_offset, ADDS=adds,
+        LIMIT=activation.limit, ALPHA=activation.alpha, UP_OFFSET=activation.up_offset,
+        RANK=rank, LOW=low_block(2 * rank),
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     return hidden, active_RF
