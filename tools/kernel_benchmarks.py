@@ -5,6 +5,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from adapter_benchmarks import ADAPTER_BENCHMARKS
 from benchmark_case import Benchmark, Case, Ops
 from optimizer_benchmarks import OPTIMIZER_BENCHMARKS
 from random_routing import draw_experts, draw_plan
@@ -313,6 +314,7 @@ BENCHMARKS = {
             "in bf16": without_codes(FUSED),
         },
     ),
+    **ADAPTER_BENCHMARKS,
     "fp8_linear": Benchmark(
         {f"{inputs}_to_{outputs}": linear(16_384, inputs, outputs) for inputs, outputs in LINEAR_WIDTHS},
         {

@@ -298,9 +298,7 @@ GEMMS: dict[str, Callable[[], object]] = {
     "wide_slot_mm_up_with_factors": lambda: slot_mm(
         half(R, 2 * F), half(E, 2 * F, D), tiles(), low=(half(R, 512), half(E, 512, D))
     ),
-    "low_products_of_rows": lambda: low_products(
-        half(S, D), half(E, 1, 2 * RANK, D).mT, tiles(), 2.0, rows_R=index(R)
-    ),
+    "low_products_of_rows": lambda: low_products(half(S, D), half(E, 1, 2 * RANK, D).mT, tiles(), 2.0, rows_R=index(R)),
     "low_products_of_gradients": lambda: low_products(half(S, D), half(E, 1, D, RANK), tiles(), 2.0, rows_R=index(R)),
     "low_products_of_activations": lambda: low_products(half(R, F), half(E, 1, RANK, F).mT, tiles(), 2.0),
     "low_products_of_pairs": lambda: low_products(half(R, 2 * F), half(E, 2, F, RANK), tiles(), 2.0),

@@ -36,15 +36,15 @@ class Operations(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def draw(plan: str, base: Any) -> tuple[list[Tensor], ExpertSlots, ExpertWeights, list[Tensor]]:
+def draw(plan: str, base: Any, rank: int = RANK) -> tuple[list[Tensor], ExpertSlots, ExpertWeights, list[Tensor]]:
     """Rows and scores; slots; frozen weights with factors; and the matrices that these are."""
     torch.manual_seed(0)
     rows_R, slots_SK, offsets_e, number = {plan[0]: plan[1:] for plan in sample_plans(torch.device("cpu"))}[plan]
     x_SD = torch.randn(len(slots_SK), D, requires_grad=True)
     slots = ExpertSlots(rows_R, slots_SK, torch.rand(rows_R.numel(), requires_grad=True), offsets_e)
     matrices = [torch.randn(number, 2, F, D) / D**0.5, torch.randn(number, D, F) / F**0.5]
-    sizes = (2, RANK, D), (2, F, RANK), (RANK, F), (D, RANK)
-    factors = tuple(torch.randn(number, *size).div(4).requires_grad_() for size in sizes)
+    sizes = (2, rank, D), (2, F, rank), (rank, F), (D, rank)
+    factors = tuple(torch.randn(number, *size).div(2 * rank**0.5).requires_grad_() for size in sizes)
     weights = ExpertWeights.of(matrices)
     if base != "compute":
         codes = [torch.empty_like(matrix, dtype=CODES) for matrix in matrices]
@@ -69,6 +69,13 @@ def test_fused_experts_are_those_of_merged_weights(plan: str) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("rank", [5, 48])
+def test_ranks_that_are_no_powers_of_two(rank: int) -> None:
+    """Of gate and up together more than one block of columns, which one of gate begins and one of up ends."""
+    check("random", "compute", PLAIN_SWIGLU, rank=rank)
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("base", ["fp8_rowwise", "fp8_blockwise"])
 def test_codes_are_their_numbers(base: str) -> None:
     check("random", base, SwiGLU(2.0, 1.7, 1.0))
@@ -79,8 +86,8 @@ def test_composed_experts_are_those_of_merged_weights(base: str) -> None:
     check("random", base, PLAIN_SWIGLU, CompositeMLP(grouped_mm_reference))
 
 
-def check(plan: str, base: str, activation: SwiGLU, mlp: Any = None) -> None:
-    inputs, slots, weights, matrices = draw(plan, base)
+def check(plan: str, base: str, activation: SwiGLU, mlp: Any = None, rank: int = RANK) -> None:
+    inputs, slots, weights, matrices = draw(plan, base, rank)
     mlp = adapted_mlp(mlp or with_activation(fused_expert_mlp, activation), SCALE)
     with Operations() as operations:
         y_SD = mlp(inputs[0], slots, weights)

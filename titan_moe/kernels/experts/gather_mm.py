@@ -77,8 +77,8 @@ def _gather_mm_kernel(
 @triton.jit
 def _gather_mm_tile(
     tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
-    required_rows_ptr, arrived_ptr, scales_ptr, low_ptr, factor_ptr, I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr,
-    SCALED: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    required_rows_ptr, arrived_ptr, scales_ptr, low_ptr, factor_ptr,
+    I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr, SCALED: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
     RANK: tl.constexpr, LOW: tl.constexpr,
@@ -221,7 +221,8 @@ def gather_mm(
     rank = 0 if low is None else low[1].shape[1]
     copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1] // (1 if scales is None else 2))
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(out_width, cut.outputs),)](
-        x_SI, rows_R, *weights, out, *tiles[:3], *copies, tiles.looped(), scales, base, out_base, *(low or (None, None)),
+        x_SI, rows_R, *weights, out, *tiles[:3], *copies, tiles.looped(), scales, base, out_base,
+        *(low or (None, None)),
         I=width, O=out_width, ROW=x_SI.shape[1], SCALED=columns, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
         RANK=rank, LOW=low_block(rank),

@@ -10,6 +10,8 @@ it to the sums of a GEMM of weights, 1/64 more FLOPs for ranks of 16 of gate and
 would be a pass of 6·R·O bytes. The sum over an expert's slots runs in order, so gradients are deterministic.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +20,19 @@ from titan_moe.kernels.experts.tiles import Tiles
 
 MAX_BLOCK = 64
 """Columns of a factor that are multiplied at a time."""
+
+
+class LowTiles(NamedTuple):
+    """How the kernels cut the width of rows, and slots of a gradient; `tools/time_adapters.py` times others."""
+
+    width: int
+    slots: int = 64
+    """Of an iteration; products have tiles of their own."""
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+PRODUCT_CUT, GRADIENT_CUT = LowTiles(64), LowTiles(256)
 
 
 def low_block(rank: int) -> int:
@@ -102,7 +117,15 @@ def _low_products_kernel(
     tl.store(out_ptrs, (total * scale).to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def low_products(x: Tensor, factor: Tensor, tiles: Tiles, scale: float, *, rows_R: Tensor | None = None) -> Tensor:
+def low_products(
+    x: Tensor,
+    factor: Tensor,
+    tiles: Tiles,
+    scale: float,
+    *,
+    rows_R: Tensor | None = None,
+    cut: LowTiles = PRODUCT_CUT,
+) -> Tensor:
     """Each slot's row, or x's own, times its expert's factor and the scale: -> [R, P·r].
 
     Slots past the last expert are not written.
@@ -118,7 +141,7 @@ def low_products(x: Tensor, factor: Tensor, tiles: Tiles, scale: float, *, rows_
         _low_products_kernel[(tiles.experts_M.numel() * parts, triton.cdiv(rank, block))](
             x, rows_R, factor, out, *tiles[:3], scale,
             I=width, RANK=rank, PARTS=parts, IS_TRANSPOSED=not factor.is_contiguous(),
-            BLOCK_R=tiles.rows, BLOCK_I=64, BLOCK=block, num_warps=4, num_stages=4,
+            BLOCK_R=tiles.rows, BLOCK_I=cut.width, BLOCK=block, num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     return out
 
@@ -163,7 +186,13 @@ def _low_weight_grads_kernel(
 
 
 def low_weight_grads(
-    low_RX: Tensor, x: Tensor, like: Tensor, offsets_e: Tensor, *, rows_R: Tensor | None = None
+    low_RX: Tensor,
+    x: Tensor,
+    like: Tensor,
+    offsets_e: Tensor,
+    *,
+    rows_R: Tensor | None = None,
+    cut: LowTiles = GRADIENT_CUT,
 ) -> Tensor:
     """Sum low products, or their gradients, times rows over each expert's slots: the gradient of a factor.
 
@@ -175,12 +204,12 @@ def low_weight_grads(
     (num_experts, parts, width, rank), is_transposed = like.shape, not like.is_contiguous()
     out = low_RX.new_empty(like.mT.shape if is_transposed else like.shape)
     if len(low_RX):
-        block, wide = low_block(rank), min(max(triton.next_power_of_2(width), 16), 256)
+        block, wide = low_block(rank), min(max(triton.next_power_of_2(width), 16), cut.width)
         grid = num_experts * parts * triton.cdiv(width, wide), triton.cdiv(rank, block)
         _low_weight_grads_kernel[grid](
             low_RX, x, rows_R, offsets_e, out,
             I=width, RANK=rank, PARTS=parts, IS_TRANSPOSED=is_transposed,
-            BLOCK_R=64, BLOCK_I=wide, BLOCK=block, num_warps=4, num_stages=3,
+            BLOCK_R=cut.slots, BLOCK_I=wide, BLOCK=block, num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     else:
         out.zero_()

@@ -188,7 +188,8 @@ def expert_up(
     copies, sizes = get_arguments(schedule, copy_blocks, width)
     rank = 0 if low is None else low[1].shape[-1]
     _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(num_features, cut.outputs),)](
-        x_SD, rows_R, scores_R, weights, bias, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(), *(low or (None, None)),
+        x_SD, rows_R, scores_R, weights, bias, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(),
+        *(low or (None, None)),
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.outputs, BLOCK_D=cut.inner, GROUP=cut.group,
         LIMIT=activation.limit, ALPHA=activation.alpha, UP_OFFSET=activation.up_offset,
