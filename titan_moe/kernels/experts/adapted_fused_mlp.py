@@ -35,18 +35,12 @@ from titan_moe.kernels.experts.up import TILE_ROWS, expert_up
 from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights, Tensors
 from titan_moe.kernels.formats.stored import numbers_of
 
-NUM_FACTORS = 4
-
 
 def _number(weights: Tensors, index: int, dtype: torch.dtype) -> Tensor:
     """Gate and up, or down, in compute's dtype; of codes for one product."""
     if len(weights) == len(MATRICES):
         return weights[index]
     return numbers_of(weights[index], weights[index + len(MATRICES)], dtype)
-
-
-def _times(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
-    return F.grouped_mm(x_RI, weight_eOI.transpose(1, 2), offs=offsets_e)
 
 
 @torch.library.custom_op("titan_moe::adapted_mlp", mutates_args=())
@@ -58,19 +52,19 @@ def _forward(
     refuse_cpu(x_SD, "experts", "fused", "grouped_mm")
     rows_R, slots_SK, scores_R, offsets_e = slots
     tiles, activation = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS), FORMATS[format].activation
-    of_rows, gate_up = (x_SD, rows_R, scores_R), _number(weights, 0, x_SD.dtype)
-    low_up = low_down = x_SD.new_empty(rows_R.numel(), 0)
-    if not factors:
-        hidden, active_RF = expert_up(*of_rows, gate_up, tiles, activation=activation)
-        y_RD = _times(active_RF, _number(weights, 1, x_SD.dtype), offsets_e)
-        return slot_sum(y_RD, slots_SK), hidden, low_up, low_down.clone()
-    a_up, b_up, a_down, b_down = factors
-    low_up = low_products(x_SD, _side_by_side(a_up), tiles, scale, rows_R=rows_R)
-    hidden, active_RF = expert_up(*of_rows, gate_up, tiles, low=(low_up, b_up), activation=activation)
-    del gate_up
-    low_down = low_products(active_RF, _side_by_side(a_down), tiles, scale)
-    down = _number(weights, 1, x_SD.dtype).mT
-    y_RD = slot_mm(active_RF, down, tiles, low=(low_down, b_down.mT))
+    low_up, low_down = (x_SD.new_empty(rows_R.numel(), 0) for _ in range(2))
+    if factors:
+        low_up = low_products(x_SD, _side_by_side(factors[0]), tiles, scale, rows_R=rows_R)
+    hidden, active_RF = expert_up(
+        x_SD, rows_R, scores_R, _number(weights, 0, x_SD.dtype), tiles,
+        low=(low_up, factors[1]) if factors else None, activation=activation,
+    )  # fmt: skip
+    if factors:
+        low_down = low_products(active_RF, _side_by_side(factors[2]), tiles, scale)
+        down = _number(weights, 1, x_SD.dtype).mT
+        y_RD = slot_mm(active_RF, down, tiles, low=(low_down, factors[3].mT))
+    else:
+        y_RD = F.grouped_mm(active_RF, _number(weights, 1, x_SD.dtype).mT, offs=offsets_e)
     return slot_sum(y_RD, slots_SK), hidden, low_up, low_down
 
 
