@@ -31,16 +31,17 @@ def linear_adapter(rates: Rates, tokens: float, widths: tuple[int, int], num_mat
 def expert_adapter(rates: Rates, slots: float, widths: tuple[int, int], rank: int) -> Passes:
     """The factors of routed experts.
 
-    Forward copies the rows of slots, 2 D, which A reads, D; the products of gate and up are written and read again, 4
-    F; those of down read F, and are written and added, 4 D. Backward copies dy and reads it, 3 D; what is added to the
-    gradients of F and D is written and added, 4 F and 4 D, and that of gate and up reads 2 F. Gradients of factors copy
-    rows, 2 D, and read them and dy, activations twice, and the gradients of gate and up.
+    Products with first factors read what they multiply: forward rows and activations, backward gradients of both and of
+    gate and up. Gradients of factors read all of these but the gradients of activations. Products with second factors
+    are made in GEMMs of weights, of gate and up with zeros for the other's; they read nothing but what is narrow.
     """
     width, hidden = widths
-    flops = 2.0 * slots * rank * (4 * width + 5 * hidden) / 1.5
-    forward = slots * (7 * width + 5 * hidden)
-    of_input, of_factors = slots * (7 * width + 6 * hidden), slots * (4 * width + 4 * hidden)
-    return Passes(*(_longer(rates, elements, flops) for elements in (forward, of_input, of_factors)))
+    first = 2.0 * slots * rank
+    forward = _longer(rates, slots * (width + hidden), first * (2 * width + hidden))
+    of_input = _longer(rates, slots * (width + 2 * hidden), first * (width + 2 * hidden))
+    of_factors = _longer(rates, slots * (2 * width + 3 * hidden), 3 * first * (width + hidden))
+    second = first / rates.grouped
+    return Passes(forward + second * (width + 4 * hidden), of_input + second * (2 * width + hidden), of_factors)
 
 
 def _longer(rates: Rates, elements: float, flops: float, size: int = 2) -> float:

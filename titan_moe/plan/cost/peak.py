@@ -218,7 +218,7 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     share = 1 - without_hidden / max(kept, 1)
     rank, is_fused = m.adapter.rank_of("experts"), recipe.perf.chosen_kernels.experts == "fused"
     if rank and is_fused:
-        hidden += 2 * rank
+        hidden += 3 * rank
     elif rank:  # composed: rows of slots, activations and results of first factors are kept
         hidden, share = round(width + 1.5 * hidden + 3 * rank), 1.0
     plain, codes = sent * width + share * slots * hidden, (copied * width + share * slots * hidden) / 2
@@ -248,8 +248,9 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     elements = 0.0
     if "block" in again.layers and m.num_moe_layers and not has_arena:
         elements += _sizes(recipe, capacity_factor).slots * 2 * expert_hidden_size(recipe)
-    if rank := m.adapter.rank_of("experts"):  # gathered rows and results of slots, activations, low products
-        of_slot = 2 * m.expert_width + expert_hidden_size(recipe) + 3 * rank
+    if rank := m.adapter.rank_of("experts"):  # composed: rows and results of slots, activations; low products
+        is_fused = recipe.perf.chosen_kernels.experts == "fused"
+        of_slot = 3 * rank + (0 if is_fused else 2 * m.expert_width + expert_hidden_size(recipe))
         elements += _sizes(recipe, capacity_factor).slots * of_slot if m.num_moe_layers else 0
     if "norms" in again.layers:  # what reads it first in backward makes it, and the router reads it last
         elements += m.hidden_size * microbatch_tokens(recipe)
