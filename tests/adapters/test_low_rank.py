@@ -28,13 +28,13 @@ ADAPTER = AdapterConfig(
 )
 
 
-@pytest.fixture
-def both(tmp_path: Path) -> tuple[nn.Module, Transformer]:
+@pytest.fixture(params=[False, True], ids=["hooks", "fused"])
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[nn.Module, Transformer]:
     """A model of theirs, and ours with adapters beside its weights, which are frozen."""
     theirs = twin("qwen3_moe")
     theirs.save_pretrained(tmp_path)
     ours = ours_for(tmp_path)
-    low_rank.apply(ours, ADAPTER)
+    low_rank.apply(ours, ADAPTER, is_fused=request.param)
     freeze(ours, (), torch.float32, has_adapters=True)
     load_hf(ours, tmp_path)
     for name, parameter in ours.named_parameters():

@@ -3,8 +3,9 @@
 I inputs · O outputs · r rank · M matrices of a fused weight · e experts · F hidden width · L width of a row
 
 A frozen weight keeps its name, so a checkpoint of the base loads. A linear layer has a child, `adapter`, whose result
-is added in a forward hook: before other hooks, which exchange tokens. Routed experts have their factors as parameters
-of their own, which are sharded like the weights, and which a transform adds to these.
+is added in a forward hook: before other hooks, which exchange tokens. With fused kernels a layer that is one product
+has another class instead, which adds it in its GEMM (kernels/linear/adapted.py). Routed experts have their factors as
+parameters of their own, which are sharded like the weights, and which a transform adds to these.
 """
 
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_moe.adapters.stored import StoredLinear
 from titan_moe.config.adapter import AdapterConfig, kind_of_linear
 from titan_moe.kernels.experts.adapted_mlp import adapted_mlp
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.experts.weights import ExpertUse, ExpertWeights
+from titan_moe.kernels.linear.adapted import adapted_linear
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import MLP
-from titan_moe.parameters import Factors, ParameterKind
+from titan_moe.parameters import SCALES, Factors, ParameterKind
 
 
 class LowRank(nn.Module):
@@ -44,15 +47,40 @@ class LowRank(nn.Module):
         low = F.linear(swiglu(x) if self.activates else x, self.A) * self.scale
         if len(self.rows) == 1:
             return F.linear(low, self.B)
-        share = sum(self.rows) // self.B.shape[0]  # ranks of tp have an equal part of each matrix
-        parts = zip(low.chunk(len(self.rows), -1), self.B.split([size // share for size in self.rows]), strict=True)
+        parts = zip(low.chunk(len(self.rows), -1), self.B.split(self.own_rows()), strict=True)
         return torch.cat([F.linear(low_of_one, b) for low_of_one, b in parts], dim=-1)
+
+    def own_rows(self) -> list[int]:
+        """Those of each matrix that this rank has: ranks of tp have an equal part of each."""
+        share = sum(self.rows) // self.B.shape[0]
+        return [size // share for size in self.rows]
 
 
 def add_adapter(linear: Any, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
     """The forward hook of a linear layer with an adapter."""
     low: Tensor = linear.adapter(inputs[0])
     return out + low.to(out.dtype)
+
+
+def multiply_with_adapter(linear: Any, x: Tensor) -> Tensor:
+    """The forward of a linear layer that adds its adapter in its GEMM: [..., I] -> [..., O]."""
+    own, scales = linear.adapter, getattr(linear, f"weight{SCALES}", None)
+    return adapted_linear(x, linear.weight, scales, linear.bias, own.A, own.B, own.own_rows(), own.scale)
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer that adds its adapter in its GEMM."""
+
+    forward = multiply_with_adapter
+
+
+class AdaptedStoredLinear(StoredLinear):
+    """The same of codes."""
+
+    forward = multiply_with_adapter
+
+
+JOINED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: AdaptedLinear, StoredLinear: AdaptedStoredLinear}
 
 
 class AddFactors:
@@ -71,8 +99,9 @@ class AddFactors:
         return self.experts.transformed(ExpertUse(parameters), "local", "autocast").weights.tensors()
 
 
-def apply(model: nn.Module, config: AdapterConfig) -> None:
-    """Give the modules of a built model adapters, in place. The model is whole, and not sharded yet."""
+def apply(model: nn.Module, config: AdapterConfig, *, is_fused: bool = False) -> None:
+    """Give the modules of a built model adapters, in place. The model is whole, and not sharded yet. With `is_fused`
+    linear layers add them in their GEMMs."""
     if not config.is_used:
         return
     for layer in model.get_submodule("layers").children():
@@ -85,12 +114,15 @@ def apply(model: nn.Module, config: AdapterConfig) -> None:
                 rows = getattr(owner, "fused_rows", {}).get(f"{name}.weight", (module.out_features,))
                 activates = isinstance(owner, MLP) and name == "down"  # whatever its class is now
                 _adapt_linear(module, rows, config.rank_of(kind), config.scale_of(kind), activates=activates)
+                if not is_fused or activates or type(module) not in JOINED:
+                    module.register_forward_hook(add_adapter)
+                else:
+                    module.__class__ = JOINED[type(module)]
 
 
 def _adapt_linear(linear: nn.Linear, rows: tuple[int, ...], rank: int, scale: float, *, activates: bool) -> None:
     linear.adapter = LowRank(linear.in_features, rows, rank, scale, activates=activates, like=linear.weight)
     linear.low_rank = {"weight": Factors("adapter.A", "adapter.B", rows, scale)}
-    linear.register_forward_hook(add_adapter)
 
 
 def _adapt_experts(experts: GroupedExperts, rank: int, scale: float) -> None:

@@ -34,7 +34,7 @@ class KernelOverrides:
 
     experts: Literal["no", "grouped_mm", "fused", "reference"] = "no"
     """The expert MLP: gather, two GEMMs with SwiGLU between them, sum. With `fused`, shared experts and dense layers
-    recompute their activation in backward, too."""
+    recompute their activation in backward, too, and GEMMs of linear layers add what adapters beside them make."""
     permute: Literal["no", "torch", "triton"] = "no"
     """Permute: sorting (token, expert) assignments by expert."""
     router: Literal["no", "torch", "triton"] = "no"

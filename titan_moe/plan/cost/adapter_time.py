@@ -3,7 +3,8 @@
 T tokens · S rows · R expert slots · I inputs · O outputs · D width of a row · F hidden width · r rank
 
 GEMMs of rank r make r FLOPs a byte of what they read, and are bound by memory up to ranks of 200. What is counted are
-the passes of kernels/experts/adapted_fused_mlp.py and adapters/low_rank.py, in elements of compute's dtype.
+the passes of kernels/experts/adapted_fused_mlp.py, kernels/linear/adapted.py and adapters/low_rank.py, in elements of
+compute's dtype.
 """
 
 from titan_moe.config.modules import Module
@@ -14,9 +15,13 @@ MADE = 1
 """Bytes that are read to make a number of a code; what is written is an element."""
 
 
-def linear_adapter(rates: Rates, tokens: float, widths: tuple[int, int], num_matrices: int, rank: int) -> Passes:
+def linear_adapter(
+    rates: Rates, tokens: float, widths: tuple[int, int], num_matrices: int, rank: int, *, is_joined: bool = False
+) -> Passes:
     """The adapter beside a linear layer.
 
+    Where it `is_joined` to the layer's GEMM, forward reads x and writes B A x, which the GEMM reads; backward reads the
+    gradient for B and for A x, x for A, and writes the gradient of x, which the GEMM reads. Else it stands apart:
     Forward reads x and writes B A x (twice more of a fused weight, whose parts are joined), and adds it in a pass of
     three. Backward reads the gradient for B and for A x, x for A, and adds the gradient of x in a pass of three, which
     was written before.
@@ -25,6 +30,8 @@ def linear_adapter(rates: Rates, tokens: float, widths: tuple[int, int], num_mat
     flops = 2.0 * tokens * rank * (num_matrices * inputs + outputs)
     forward = tokens * (inputs + outputs * (4 + 2 * (num_matrices > 1)))
     of_input, of_factors = tokens * (outputs + 4 * inputs), tokens * (outputs + inputs)
+    if is_joined:
+        forward, of_input = tokens * (inputs + 2 * outputs), tokens * (outputs + 2 * inputs)
     return Passes(*(_longer(rates, elements, flops) for elements in (forward, of_input, of_factors)))
 
 

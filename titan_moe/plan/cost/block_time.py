@@ -147,10 +147,14 @@ class _Block:
         has_codes = row.path in self.codes
         passes = expert_passes(self.rates, loads.slots, loads.rows, number, row.own_widths, has_codes=has_codes)
         passes = passes.times(self._blockwise(row))
-        is_fused = recipe.perf.kernels == "auto" or recipe.perf.chosen_kernels.experts == "fused"
-        if is_fused and not (has_codes and recipe.model.moe.expert_mlp_bias):
+        if self._is_fused and not (has_codes and recipe.model.moe.expert_mlp_bias):
             return passes
         return passes.times(CODES_OF_TORCH if has_codes else EXPERTS_OF_TORCH)
+
+    @property
+    def _is_fused(self) -> bool:
+        perf = self.recipe.perf
+        return perf.kernels == "auto" or perf.chosen_kernels.experts == "fused"
 
     def _blockwise(self, row: Module) -> float:
         """By how much longer a module takes in blocks than in rows."""
@@ -168,7 +172,8 @@ class _Block:
         tokens = self.num_tokens * (max(p.tp, 1) if base.own_widths != base.widths else 1)
         kind = kind_of_linear(base.path)
         assert kind is not None, "linear layers with adapters have a kind"
-        return linear_adapter(self.rates, tokens, base.own_widths, num_matrices(base.path), of_model.rank_of(kind))
+        sizes = tokens, base.own_widths, num_matrices(base.path), of_model.rank_of(kind)
+        return linear_adapter(self.rates, *sizes, is_joined=self._is_fused and not base.path.endswith("down"))
 
     def _messages(self) -> Mapping[str, float]:
         """What a layer's messages take of a forward, and again of its backward."""
