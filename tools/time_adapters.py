@@ -21,8 +21,10 @@ from torch import Tensor
 
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.low_rank import GRADIENT_CUT, PRODUCT_CUT, low_products, low_weight_grads
+from titan_moe.kernels.experts.low_rank_backward import CUT, swiglu_backward_with_factors
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows
+from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS, expert_up
 from titan_moe.kernels.timing import median_ms
@@ -40,6 +42,13 @@ GRADIENT_CUTS = [
     *(GRADIENT_CUT._replace(width=128, num_stages=stages) for stages in (3, 5)),
     GRADIENT_CUT._replace(num_warps=8),
     GRADIENT_CUT._replace(slots=128, width=128),
+]
+SWIGLU_CUTS = [
+    CUT,
+    *(CUT._replace(num_stages=stages) for stages in (1, 2)),
+    CUT._replace(slots=16),
+    CUT._replace(slots=64, num_warps=8),
+    CUT._replace(width=128, num_warps=8),
 ]
 Make = Callable[[], Tensor]
 
@@ -100,6 +109,7 @@ def parts(device: torch.device) -> dict[str, Callable[[], Part]]:
     for name, sizes in narrow.items():
         found[name] = lambda name=name, sizes=sizes: products(draw, name, *sizes)
         found[f"d_{name}"] = lambda name=name, sizes=sizes: gradients(draw, f"d_{name}", *sizes)
+    found["swiglu"] = lambda: back_through_swiglu(draw)
     found["up"] = lambda: up(draw)
     found["down"] = lambda: slots(draw, "down", HIDDEN, RANK)
     found["d_up"] = lambda: slots(draw, "d_up", 2 * HIDDEN, 2 * RANK)
@@ -153,6 +163,41 @@ def _two_blocks(factor: Tensor) -> Tensor:
     for index in range(2):
         blocks[:, index, :, index] = factor[:, index]
     return blocks.flatten(3, 4).flatten(1, 2)
+
+
+def back_through_swiglu(draw: Draw) -> Part:
+    """The gradient of the pre-activation, with those of A of down and of B of gate and up."""
+    dactive, hidden, scores_R = (
+        draw.half(SLOTS, HIDDEN),
+        draw.half(SLOTS, 2 * HIDDEN),
+        torch.rand_like(draw.rows_R * 1.0),
+    )
+    dlow, low = draw.half(SLOTS, RANK), draw.half(SLOTS, 2 * RANK)
+    a_down, b_up = draw.half(EXPERTS, 1, RANK, HIDDEN).mT, draw.half(EXPERTS, 2, HIDDEN, RANK)
+    of_slots = dactive, hidden, scores_R, draw.offsets_e
+
+    def apart() -> Tensor:
+        dhidden, active, dscores_R = swiglu_backward(*of_slots)
+        da = low_weight_grads(dlow, active, a_down, draw.offsets_e)
+        return _joined(dhidden, dscores_R, da.mT, low_weight_grads(low, dhidden, b_up, draw.offsets_e))
+
+    def theirs() -> Tensor:
+        dhidden, active, dscores_R = swiglu_backward(*of_slots)
+        da = F.grouped_mm(dlow.T, active, offs=draw.offsets_e)
+        whole = F.grouped_mm(dhidden.T, low, offs=draw.offsets_e).unflatten(1, (2, HIDDEN)).unflatten(3, (2, RANK))
+        db = torch.stack([whole[:, index, :, index] for index in range(2)], dim=1)
+        return _joined(dhidden, dscores_R, da, db)
+
+    ours = {
+        str(cut): lambda cut=cut: _joined(*swiglu_backward_with_factors(*of_slots, dlow, low, cut=cut))
+        for cut in SWIGLU_CUTS
+    }
+    return Part("swiglu", ours | {"apart": apart}, theirs, 10.0 * SLOTS * HIDDEN)
+
+
+def _joined(dhidden: Tensor, *others: Any) -> Tensor:
+    """A small tensor of all results, so that a check sees each."""
+    return torch.cat([dhidden[::97].flatten().float(), *(other.flatten().float() for other in others)])
 
 
 def up(draw: Draw) -> Part:

@@ -25,6 +25,7 @@ from titan_moe.kernels.experts.fp8.weight_grad import weight_grad as fp8_weight_
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way, quantize_weight
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.low_rank import low_products, low_weight_grads
+from titan_moe.kernels.experts.low_rank_backward import swiglu_backward_with_factors
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
 from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
@@ -297,6 +298,12 @@ GEMMS: dict[str, Callable[[], object]] = {
     ),
     "wide_slot_mm_up_with_factors": lambda: slot_mm(
         half(R, 2 * F), half(E, 2 * F, D), tiles(), low=(half(R, 512), half(E, 512, D))
+    ),
+    "swiglu_backward_with_factors": lambda: swiglu_backward_with_factors(
+        half(R, F), half(R, 2 * F), single(R), index(E), half(R, RANK), half(R, 2 * RANK)
+    ),
+    "wide_swiglu_backward_with_factors": lambda: swiglu_backward_with_factors(
+        half(R, F), half(R, 2 * F), single(R), index(E), half(R, 256), half(R, 512), GPT_OSS
     ),
     "low_products_of_rows": lambda: low_products(half(S, D), half(E, 1, 2 * RANK, D).mT, tiles(), 2.0, rows_R=index(R)),
     "low_products_of_gradients": lambda: low_products(half(S, D), half(E, 1, D, RANK), tiles(), 2.0, rows_R=index(R)),

@@ -25,9 +25,9 @@ NAMES = ["gate_up_A", "down_A", "down_B", "gate_up_B", "up", "down"]
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", [*NAMES, *(f"d_{name}" for name in NAMES)])
+@pytest.mark.parametrize("name", [*NAMES, *(f"d_{name}" for name in NAMES), "swiglu"])
 def test_parts_are_those_of_torch(tool: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for cuts in ("PRODUCT_CUTS", "GRADIENT_CUTS"):
+    for cuts in ("PRODUCT_CUTS", "GRADIENT_CUTS", "SWIGLU_CUTS"):
         monkeypatch.setattr(tool, cuts, getattr(tool, cuts)[:1])
     part = tool.parts(torch.device("cpu"))[name]()
     ours = part._replace(ours={key: make for key, make in part.ours.items() if "without" not in key})

@@ -4,7 +4,8 @@ S rows · R expert slots, sorted by expert · e experts that the rank computes �
 r rank
 
 Physics: the passes of passes.py without `dw`, and 18·R·r·(D + F) FLOPs, bound by memory. Products with the first
-factors, and gradients of all, read rows, activations or their gradients once each (low_rank.py); rows are gathered
+factors, and gradients of factors, read rows and activations or their gradients once each (low_rank.py), or are made
+where these are (low_rank_backward.py); rows are gathered
 while they are read, 2·R·D bytes that mostly come from the L2 cache. Products with the second factors are added to the
 sums of the GEMMs of weights, so neither pre-activations, results of slots nor gradients are written or read for them.
 Kept for backward are x, the pre-activation and a slot's products with A, 2·S·D + 2·R·(2·F + 3·r) bytes in bf16.
@@ -25,6 +26,7 @@ from titan_moe.kernels.experts.format import ExpertFormat
 from titan_moe.kernels.experts.formats import FORMATS
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.low_rank import low_products, low_weight_grads
+from titan_moe.kernels.experts.low_rank_backward import swiglu_backward_with_factors
 from titan_moe.kernels.experts.passes import flops_of_a_pass
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_sum
@@ -95,29 +97,21 @@ def _backward(
         dactive_RF = gather_mm(dy_SD, rows_R, _number(weights, 1, dy_SD.dtype), tiles)
         dhidden, _, dscores_R = swiglu_backward(dactive_RF, hidden, scores_R, offsets_e, activation=activation)
         dx_RD = F.grouped_mm(dhidden, _number(weights, 0, dy_SD.dtype).flatten(1, 2), offs=offsets_e)
-        return [slot_sum(dx_RD, slots_SK), _of_slots(dscores_R)]
+        assert dscores_R is not None, "slots are routed"
+        return [slot_sum(dx_RD, slots_SK), dscores_R]
     a_up, b_up, a_down, b_down = factors
     dlow_down = low_products(dy_SD, b_down[:, None], tiles, scale, rows_R=rows_R)
     dactive_RF = gather_mm(dy_SD, rows_R, _number(weights, 1, dy_SD.dtype), tiles, low=(dlow_down, a_down))
-    dhidden, active_RF, dscores_R = swiglu_backward(dactive_RF, hidden, scores_R, offsets_e, activation=activation)
+    dhidden, dscores_R, da_down, db_up = swiglu_backward_with_factors(
+        dactive_RF, hidden, scores_R, offsets_e, dlow_down, low_up, activation
+    )
     del dactive_RF
-    of_down = [
-        low_weight_grads(dlow_down, active_RF, _side_by_side(a_down), offsets_e).mT.view_as(a_down),
-        low_weight_grads(low_down, dy_SD, b_down[:, None], offsets_e, rows_R=rows_R).view_as(b_down),
-    ]
     dlow_up = low_products(dhidden, b_up, tiles, scale)
-    of_up = [
-        low_weight_grads(dlow_up, x_SD, _side_by_side(a_up), offsets_e, rows_R=rows_R).mT.view_as(a_up),
-        low_weight_grads(low_up, dhidden, b_up, offsets_e),
-    ]
+    da_up = low_weight_grads(dlow_up, x_SD, _side_by_side(a_up), offsets_e, rows_R=rows_R).mT.view_as(a_up)
+    db_down = low_weight_grads(low_down, dy_SD, b_down[:, None], offsets_e, rows_R=rows_R).view_as(b_down)
     gate_up = _number(weights, 0, dy_SD.dtype).flatten(1, 2)
     dx_RD = slot_mm(dhidden, gate_up, tiles, low=(dlow_up, a_up.flatten(1, 2)))
-    return [slot_sum(dx_RD, slots_SK), _of_slots(dscores_R), *of_up, *of_down]
-
-
-def _of_slots(dscores_R: Tensor | None) -> Tensor:
-    assert dscores_R is not None, "slots are routed"
-    return dscores_R
+    return [slot_sum(dx_RD, slots_SK), dscores_R, da_up, db_up, da_down, db_down]
 
 
 @_backward.register_fake

@@ -39,14 +39,15 @@ def expert_adapter(rates: Rates, slots: float, widths: tuple[int, int], rank: in
     """The factors of routed experts.
 
     Products with first factors read what they multiply: forward rows and activations, backward gradients of both and of
-    gate and up. Gradients of factors read all of these but the gradients of activations. Products with second factors
-    are made in GEMMs of weights, of gate and up with zeros for the other's; they read nothing but what is narrow.
+    gate and up. Gradients of two factors read rows and their gradients; those of the others are made where activations
+    are, which are not written then. Products with second factors are made in GEMMs of weights, of gate and up with
+    zeros for the other's; they read nothing but what is narrow.
     """
     width, hidden = widths
     first = 2.0 * slots * rank
     forward = _longer(rates, slots * (width + hidden), first * (2 * width + hidden))
     of_input = _longer(rates, slots * (width + 2 * hidden), first * (width + 2 * hidden))
-    of_factors = _longer(rates, slots * (2 * width + 3 * hidden), 3 * first * (width + hidden))
+    of_factors = _longer(rates, slots * (2 * width - hidden), 3 * first * (width + hidden))
     second = first / rates.grouped
     return Passes(forward + second * (width + 4 * hidden), of_input + second * (2 * width + hidden), of_factors)
 

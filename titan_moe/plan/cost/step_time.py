@@ -41,7 +41,7 @@ SPREAD = 0.04
 layers in load. All ranks wait for the slowest (barriers take 4.2 % of a recorded step on 4 GPUs)."""
 LAUNCH, LAUNCH_OF_ROWS = 10e-3, 7e-3
 """Seconds that the host takes to launch a layer's forward and backward, and its dispatcher's."""
-KERNELS, KERNELS_OF_ADAPTERS = (25, 40), (15, 38)
+KERNELS, KERNELS_OF_ADAPTERS = (25, 40), (15, 37)
 """Some of a layer, and of adapters of its attention and experts and of codes, in forward and backward, by the lines of
 adapters/low_rank.py and kernels/experts/adapted_fused_mlp.py. Each takes the host as long as one of the layer's."""
 GAPS, GAPS_OF_A_GRAPH = 0.035, 0.015
