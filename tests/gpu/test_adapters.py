@@ -16,6 +16,7 @@ from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.formats.stored import CODES, numbers_in_triton, numbers_reference, scales_shape, store
+from titan_moe.kernels.linear.adapted import adapted_linear, adapted_linear_reference
 from titan_moe.kernels.linear.stored import stored_linear
 
 pytestmark = pytest.mark.gpu
@@ -47,14 +48,38 @@ def test_a_linear_layer_keeps_no_number() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(out, x, grad) for out in (y, exact)))
 
 
+@pytest.mark.parametrize("base", ["compute", "fp8_rowwise"])
+def test_a_linear_layer_adds_its_factors(base: str) -> None:
+    """Of three matrices, eagerly and compiled, beside the definition in fp32."""
+    rows, scale, weight = (256, 64, 64), 2.0, torch.randn(384, 512, device="cuda") / 512**0.5
+    stored, scales = (weight.to(BF16), None) if base == "compute" else codes_of(weight, base)
+    numbers = stored.float() if scales is None else numbers_reference(stored, scales, torch.float32)
+    sizes = (4, 32, 512), (3 * RANK, 512), (384, RANK)
+    leaves = [torch.randn(size, device="cuda", dtype=BF16).div(8).requires_grad_() for size in sizes]
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    right, grad = adapted_linear_reference(wide[0], numbers, None, *wide[1:], rows, scale), None
+
+    def mine(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return adapted_linear(x, stored, scales, None, a, b, rows, scale)
+
+    for call in (mine, torch.compile(mine, fullgraph=True)):
+        y = call(*leaves)
+        grad = torch.randn_like(y) if grad is None else grad
+        results = y, *torch.autograd.grad(y, leaves, grad)
+        expected = right, *torch.autograd.grad(right, wide, grad.float(), retain_graph=True)
+        for one, other in zip(results, expected, strict=True):
+            assert (one.float() - other).norm() <= 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("rank", [RANK, 40])
 @pytest.mark.parametrize("base", ["compute", "fp8_rowwise", "fp8_blockwise"])
 @pytest.mark.parametrize("plan", [plan[0] for plan in sample_plans(torch.device("cpu"))])
-def test_fused_experts_are_the_composed_ones(plan: str, base: str) -> None:
+def test_fused_experts_are_the_composed_ones(plan: str, base: str, rank: int) -> None:
     """Values, and gradients of rows, scores and factors; memory is poisoned before."""
     torch.manual_seed(0)
     rows_R, slots_SK, offsets_e, number = {each[0]: each[1:] for each in sample_plans(torch.device("cuda"))}[plan]
     drawn = [torch.randn(number, 2, F, D, device="cuda") / D**0.5, torch.randn(number, D, F, device="cuda") / F**0.5]
-    sizes = (2, RANK, D), (2, F, RANK), (RANK, F), (D, RANK)
+    sizes = (2, rank, D), (2, F, rank), (rank, F), (D, rank)
     factors = tuple((torch.randn(number, *size, device="cuda", dtype=BF16) / 8).requires_grad_() for size in sizes)
     weights = ExpertWeights.of([weight.to(BF16) for weight in drawn])
     if base != "compute":

@@ -19,6 +19,8 @@ from titan_moe.kernels.experts.activation import backward, forward
 from titan_moe.kernels.experts.low_rank import LowTiles, low_block
 
 CUT = LowTiles(64, slots=32)
+MAX_BLOCK = 32
+"""Columns of the rank at a time: sums of three factors take registers."""
 
 
 @triton.jit
@@ -97,7 +99,7 @@ def swiglu_backward_with_factors(
     da, db = (dactive_RF.new_empty(num_experts, *size) for size in ((rank, num_features), (2, num_features, rank)))
     if not num_slots:
         return dhidden_R2F, torch.empty_like(scores_R), da.zero_(), db.zero_()
-    block, num_tiles = low_block(rank), triton.cdiv(num_features, cut.width)
+    block, num_tiles = min(low_block(rank), MAX_BLOCK), triton.cdiv(num_features, cut.width)
     parts = scores_R.new_empty(num_tiles, num_slots)
     _backward_kernel[(num_experts * num_tiles, triton.cdiv(rank, block))](
         dactive_RF, hidden_R2F, scores_R, offsets_e, dlow_Rr, low_R2r, dhidden_R2F, parts, da, db, num_slots,
