@@ -165,6 +165,7 @@ KEPT = {
     "model.moe.aux_losses.microbatch": "Megatron's aux_loss, Switch",
     "model.moe.aux_losses.global_batch": "Qwen3; arXiv:2501.11873",
     "model.moe.z_loss_coef": "ST-MoE, OLMoE",
+    "model.moe.hash_layers": "DeepSeek-V4",
     "model.moe.capacity_factor": "Switch, GShard, Megatron: steps of one size",
     "model.moe.bias_update_speed": "DeepSeek-V3",
     "model.moe.bias_ema": "quantile balancing",

@@ -361,6 +361,23 @@ BROKEN = {
         "--model.moe.capacity_factor=1 --train.forced_load=balanced",
         'would drop tokens of train.forced_load = "balanced"',
     ),
+    "hash_layers_are_moe_layers": (
+        "--model.moe.hash_layers=[0,1]",
+        "model.moe.hash_layers = [0, 1] must be different MoE layers of model.num_layers = 4",
+    ),
+    "hash_layers_drop_nothing": (
+        "--model.moe.hash_layers=[1] --model.moe.capacity_factor=1",
+        "model.moe.hash_layers = [1] with model.moe.capacity_factor = 1",
+    ),
+    "hash_layers_have_no_order": (
+        "--model.moe.hash_layers=[1] --model.moe.score_fn=sparsemixer --model.moe.top_k=2 "
+        "--model.moe.normalize_topk=false",
+        'model.moe.hash_layers = [1] with model.moe.score_fn = "sparsemixer"',
+    ),
+    "hash_layers_are_of_the_default_class": (
+        "--model.moe.hash_layers=[1] --model.class=package.module:Mine",
+        'model.moe.hash_layers = [1] is built for the default class alone, not for model.class = "package.module:Mine"',
+    ),
     "padding_has_a_capacity": ("--model.moe.pad_to_capacity=true", "with model.moe.capacity_factor = 0"),
     "padded_slots_have_their_dispatcher": (
         "--model.moe.pad_to_capacity=true --model.moe.capacity_factor=1 --parallel.ep=2 --parallel.dispatcher=alltoall",

@@ -26,8 +26,8 @@ EXPERTS, SHARED = "feed_forward.experts", "feed_forward.shared_experts"
 GATE_UP, DOWN = f"{EXPERTS}.gate_up", f"{EXPERTS}.down"
 SHARED_GATE_UP, SHARED_DOWN = f"{SHARED}.gate_up.weight", f"{SHARED}.down.weight"
 ROUTER = "feed_forward.router.weight"
-NOT_READ = {ROUTER: NotOnDisk(), "feed_forward.router.expert_bias_E": NotOnDisk()}
-NOT_READ |= dict.fromkeys((GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN), NotOnDisk())
+NOT_READ = {f"feed_forward.router.{buffer}": NotOnDisk() for buffer in ("expert_bias_E", "token_experts_VK")}
+NOT_READ |= dict.fromkeys((ROUTER, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN), NotOnDisk())
 """What a dense checkpoint has no tensor of its own for."""
 
 

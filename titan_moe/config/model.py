@@ -102,6 +102,12 @@ class MoEConfig:
     bias_ema: float = 0.0
     """Share of the old bias that `quantile` keeps in a step; 0 takes the new one alone."""
 
+    hash_layers: tuple[int, ...] = ()
+    """Layers that take the experts of a token from a fixed table by its id, by number: [0, 1, 2] are the first three
+    (hash layers, arXiv:2106.04426; `num_hash_layers` of DeepSeek-V4). The learned scores of these experts weigh them.
+    The table is drawn from the seed, with equally many token ids for each expert, and saved with the weights. Balancing
+    losses, the z-loss and biases leave these layers alone."""
+
     capacity_factor: float = 0.0
     """Capacity of an expert for tokens of one forward of a rank, over its balanced share: `ceil(tokens * top_k /
     num_experts * capacity_factor)`, as in Megatron (`moe_expert_capacity_factor`). Assignments beyond it are dropped,
@@ -246,6 +252,13 @@ class ModelConfig:
         return self.moe.latent_size or self.hidden_size
 
     @property
+    def of_hash_layers(self) -> "ModelConfig":
+        """The config of the routers that take experts by token: nothing balances them."""
+        off: Any = {"aux_loss_coef": 0.0, "aux_losses": AuxLosses(), "z_loss_coef": 0.0}
+        off |= {"bias_update_speed": 0.0, "bias_update": "sign", "bias_ema": 0.0}
+        return replace(self, moe=replace(self.moe, **off))
+
+    @property
     def num_blocks(self) -> int:
         """All blocks: the layers, and behind them those of multi-token prediction."""
         return self.num_layers + self.mtp.num_layers
@@ -287,6 +300,9 @@ class ModelConfig:
         others = tuple(dense[num_leading:])
         mtp = self.mtp if len(of_model) < len(layers) else replace(self.mtp, num_depths=0)
         own: Any = {"num_layers": len(of_model), "dense_layers": others, "mtp": mtp}
+        if self.moe.hash_layers:
+            by_token = tuple(i for i, layer in enumerate(of_model) if layer in self.moe.hash_layers)
+            own["moe"] = replace(self.moe, hash_layers=by_token)
         kinds = replace(self, num_dense_layers=num_leading, moe_every=1, **own)
         with_experts = [layer for layer in kinds.moe_layers if layer < kinds.num_layers]
         if others and len(with_experts) > 1:

@@ -45,7 +45,8 @@ def attention_backend(name: str) -> AbstractContextManager[None]:
 
 
 class Context(NamedTuple):
-    """RoPE tables and mask of a forward pass; blocks that attend alike share one."""
+    """What blocks read of a forward pass beside hidden states: RoPE tables, mask, ids of tokens. Blocks that attend and
+    route alike share one."""
 
     cos_NR: Tensor  # fp32
     sin_NR: Tensor  # fp32
@@ -53,6 +54,12 @@ class Context(NamedTuple):
     cache: LayerCache | None = None  # keys and values of earlier tokens
     has_rope: bool = True
     query_factors_N: Tensor | None = None  # fp32; None: one
+    tokens_BN: Tensor | None = None  # those that a router of this rank has, where it routes by them
+
+    @property
+    def of_experts(self) -> tuple[Tensor | None, ...]:
+        """What a feed-forward layer takes beside hidden states."""
+        return () if self.tokens_BN is None else (None, self.tokens_BN)
 
 
 def causal_attention(

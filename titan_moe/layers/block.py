@@ -35,7 +35,14 @@ class Block(nn.Module):
         "forward": ("front", "feed_forward", "ffn_post_norm"),
     }
 
-    def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels = DEFAULT_KERNELS) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        is_dense: bool,
+        kernels: Kernels = DEFAULT_KERNELS,
+        routes_by_token: bool = False,
+    ) -> None:
         super().__init__()
         check_attention(config, kernels)
         norms_all, after_moe = config.norm_placement == "both", config.norm_placement == "after_moe"
@@ -47,8 +54,11 @@ class Block(nn.Module):
         self.attention = ATTENTIONS[config.attention.kind](config, kernels)
         self.ffn_norm = norm()
         self.residual_multiplier = config.residual_multiplier
-        mlp_width = config.ffn_hidden_size
-        self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels=kernels)
+        self.feed_forward: MLP | MoE
+        if is_dense:
+            self.feed_forward = MLP(config.hidden_size, config.ffn_hidden_size, kernels)
+        else:
+            self.feed_forward = MoE(config, kernels=kernels, routes_by_token=routes_by_token)
         self.ffn_post_norm = norm() if norms_all or (after_moe and not is_dense) else None
 
     def front(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -59,7 +69,7 @@ class Block(nn.Module):
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
         h_BND, normed_BND = self.front(x_BND, context)
-        return self.back(h_BND, self.feed_forward(normed_BND))
+        return self.back(h_BND, self.feed_forward(normed_BND, *context.of_experts))
 
     def back(self, h_BND: Tensor, branch_BND: Tensor) -> Tensor:
         """Add the output of the feed-forward layer to the residual stream."""

@@ -69,9 +69,11 @@ def init_weights(
                 if remainder is not None:
                     rests = [chunk.values for chunk in local_chunks(remainder, rows.get(name, ()))]
                 _draw(chunks, rests, parameter.shape, f"{seed}/{name}", spread, scales)
-    for module in model.modules():
+    for name, module in model.named_modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
+        if hasattr(module, "draw_buffers"):
+            module.draw_buffers(f"{seed}/{name}")
 
 
 def _draw(

@@ -15,6 +15,7 @@ from titan_moe.dispatch.base import Padding, TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.hash_router import HashRouter
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.mlp import MLP, GatedMLP, NoMLP, add_shared
 from titan_moe.layers.router import TopKRouter
@@ -40,15 +41,21 @@ class MoE(nn.Module):
     residual_ends = ("latent_up.weight",)
 
     @overload
-    def __init__(self, config: int, moe: MoEConfig, *, kernels: Kernels = ...) -> None: ...
+    def __init__(self, config: int, moe: MoEConfig, *, kernels: Kernels = ..., routes_by_token: bool = ...) -> None: ...
 
     @overload
-    def __init__(self, config: ModelConfig, *, kernels: Kernels = ...) -> None: ...
+    def __init__(self, config: ModelConfig, *, kernels: Kernels = ..., routes_by_token: bool = ...) -> None: ...
 
     def __init__(
-        self, config: ModelConfig | int, moe: MoEConfig | None = None, *, kernels: Kernels = DEFAULT_KERNELS
+        self,
+        config: ModelConfig | int,
+        moe: MoEConfig | None = None,
+        *,
+        kernels: Kernels = DEFAULT_KERNELS,
+        routes_by_token: bool = False,
     ) -> None:
-        """Of a width and the config of a layer, or of the config of a model.
+        """Of a width and the config of a layer, or of the config of a model. With `routes_by_token` it is one of
+        `hash_layers`.
 
         Raises: TypeError for anything else, and ValueError for a config that no recipe could have.
         """
@@ -57,7 +64,7 @@ class MoE(nn.Module):
         check_moe(config, kernels)
         self.config = config
         moe, width = config.moe, config.expert_width
-        self.router = TopKRouter(config, kernels)
+        self.router = (HashRouter if routes_by_token else TopKRouter)(config, kernels)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, PERMUTE[kernels.permute])
         if moe.pad_to_capacity:
             self.dispatcher.padding = Padding(moe.num_experts, moe.top_k, moe.capacity_factor)
@@ -81,11 +88,12 @@ class MoE(nn.Module):
             seed = int(torch.randint(2**62, (), device="cpu"))
             init_weights(self, seed, self.config.init_std, self.config.num_layers)
 
-    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None, tokens_BN: Tensor | None = None) -> Tensor:
         """[B, N, D] -> [B, N, D]. Tokens that are not valid (bool, false for padding) have no routed experts, and are
-        in no count and no balancing loss."""
-        masks = () if valid_BN is None else (valid_BN,)
-        topk_scores_TK, topk_ids_TK = self.router(x_BND, *masks)  # [B, N]: for balance per sequence
+        in no count and no balancing loss. `tokens_BN` are their ids, for a layer that routes by them."""
+        given = valid_BN, tokens_BN
+        num_given = 2 if tokens_BN is not None else int(valid_BN is not None)
+        topk_scores_TK, topk_ids_TK = self.router(x_BND, *given[:num_given])  # [B, N]: for balance per sequence
         x_TD = x_BND.flatten(0, 1)
         routed = self.dispatcher.dispatch(self.latent_down(x_TD), topk_ids_TK, topk_scores_TK)
         y_TL = self.dispatcher.combine(self.experts(routed), routed)

@@ -78,9 +78,11 @@ class TopKRouter(WideBuffers):
         if self.expert_bias_E.is_meta:
             self.expert_bias_E = torch.zeros_like(self.expert_bias_E, device=self.weight.device)
 
-    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_BND: Tensor, valid_BN: Tensor | None = None, tokens_BN: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K], -1 for those that are dropped, and for tokens that
-        are not valid: they are in no count and no loss.
+        are not valid: they are in no count and no loss. `tokens_BN` are read where ids of tokens route.
 
         Raises: ValueError for another shape, and for a mask where tokens are dropped.
         """
@@ -94,6 +96,8 @@ class TopKRouter(WideBuffers):
         bias = () if self.bias is None else (self.bias,)
         logits_BNE = self.logits(self.noise(x_BND), self.weight, *bias)
         forced_ids_BNK = self.force(logits_BNE)
+        if forced_ids_BNK is None:
+            forced_ids_BNK = self._given_ids(logits_BNE, tokens_BN)
         routing = self.route(logits_BNE, self.expert_bias_E, self.rule, forced_ids_BNK)
         margins_EQ = self._margins(logits_BNE, valid_BN)
         if valid_BN is not None:
@@ -102,6 +106,10 @@ class TopKRouter(WideBuffers):
         scores_BNK = self.balance(routing, margins_EQ, is_masked=valid_BN is not None)
         scores_BNK = scores_BNK.to(torch.promote_types(x_BND.dtype, torch.float32))
         return scores_BNK.flatten(0, 1), self._sent_ids(routing).flatten(0, 1)
+
+    def _given_ids(self, logits_BNE: Tensor, tokens_BN: Tensor | None) -> Tensor | None:
+        """Experts of tokens that are known without scores, int64 [B, N, K]; None: the scores choose."""
+        return None
 
     def _sent_ids(self, routing: Routing) -> Tensor:
         """The experts that tokens are sent to, -1 where an assignment is dropped."""

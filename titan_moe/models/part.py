@@ -6,6 +6,7 @@ from copy import deepcopy
 
 from torch import Tensor, nn
 
+from titan_moe.layers.hash_router import routes_by_token
 from titan_moe.layers.mtp import MTPBlock
 from titan_moe.parameters import ParameterKind
 
@@ -75,6 +76,12 @@ def with_embedding_of_mtp(model: nn.Module, kept: Collection[str]) -> Collection
     """The modules of a part, with the embedding if blocks of multi-token prediction are among them."""
     blocks = (model.get_submodule(name) for name in kept if name.startswith("layers."))
     return {*kept, "embed"} if any(isinstance(block, MTPBlock) for block in blocks) else kept
+
+
+def reads_tokens(part: nn.Module) -> bool:
+    """Whether a part reads the ids of tokens, also without the embedding: its blocks of multi-token prediction embed
+    them again, or layers route by them."""
+    return routes_by_token(part) or any(isinstance(module, MTPBlock) for module in part.modules())
 
 
 def tied_weight(model: nn.Module) -> nn.Parameter | None:

@@ -68,7 +68,11 @@ class Transformer(nn.Module, TextGenerator):
         self.masks_all_layers = config.attention.sinks and kernels.attention == "flex"
         self.embed = _embedding(config)
         dense, _ = config.layers_by_kind
-        blocks = [self.block_class(config, is_dense=i in dense, kernels=kernels) for i in range(config.num_layers)]
+        by_token: Any = dict.fromkeys(config.moe.hash_layers, {"routes_by_token": True})
+        blocks = [
+            self.block_class(config, is_dense=i in dense, kernels=kernels, **by_token.get(i, {}))
+            for i in range(config.num_layers)
+        ]
         blocks += [MTPBlock(config, is_dense=i in dense, kernels=kernels) for i in config.mtp_layers]
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps)
@@ -90,9 +94,10 @@ class Transformer(nn.Module, TextGenerator):
 
         Without the embedding the input is hidden states [B, N, D]; without the head they are the output. With a cache
         tokens are new ones of all rows, [1, T]. The loss has the gradients of multi-token prediction too, if the model
-        has that; `read_BN` are the tokens then, where the input is hidden states.
+        has that; `read_BN` are the tokens then, and where layers route by them, if the input is hidden states.
         """
         contexts = self.contexts(tokens_BN, document_ids_BN) if cache is None else self._of_cache(tokens_BN, cache)
+        contexts = self.with_tokens(contexts, tokens_BN if read_BN is None else read_BN)
         x_BND = tokens_BN if tokens_BN.is_floating_point() else self.embed(tokens_BN)
         for name, block in self.layers.items():
             if not isinstance(block, MTPBlock):
@@ -171,6 +176,15 @@ class Transformer(nn.Module, TextGenerator):
             return self.make_mask(spec) if self.masks_all_layers or not spec.is_causal_only else None
 
         return self._by_layer(num_tokens, device, positions_Q, mask)
+
+    def with_tokens(self, contexts: dict[str, Context], tokens_BN: Tensor) -> dict[str, Context]:
+        """Contexts, of which those of layers that route by token have the ids of this rank's routers. Routers have
+        a part of the tokens of a forward where ranks of tp split sequences."""
+        layers = [name for name in map(str, self.config.moe.hash_layers) if name in self.layers]
+        if not layers:
+            return contexts
+        own_BN = tokens_BN.chunk(self.num_sequence_ranks // self.num_context_ranks, dim=1)[self.tensor_rank]
+        return contexts | {name: contexts[name]._replace(tokens_BN=own_BN) for name in layers}
 
     def _of_cache(self, x: Tensor, cache: KVCache) -> dict[str, Context]:
         """By layer, for the new tokens of a cache, which are `x` or have these hidden states."""

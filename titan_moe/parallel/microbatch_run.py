@@ -36,10 +36,11 @@ class MicrobatchRun:
         labels_BN: Tensor,
         document_ids_BN: Tensor | None,
         scale: Tensor | None,
+        read_BN: Tensor | None = None,
     ) -> None:
-        """`x` is tokens [B, N], or hidden states [B, N, D] without the embedding. `scale` is that of the loss; None
-        without the head."""
-        self.model, self.scale = model, scale
+        """`x` is tokens [B, N], or hidden states [B, N, D] without the embedding; `read_BN` are the tokens then, where
+        layers route by them. `scale` is that of the loss; None without the head."""
+        self.model, self.scale, self.read_BN = model, scale, read_BN
         self.labels_BN, self.document_ids_BN = labels_BN, document_ids_BN
         self.blocks = list(model.layers.items())
         self.contexts: dict[str, Context] = {}  # by name of the layer
@@ -66,7 +67,8 @@ class MicrobatchRun:
         self.grads = self.segments.pop().backward(self.grads)
 
     def _embed(self, layer: int, x: Tensor) -> tuple[Tensor]:
-        self.contexts = self.model.contexts(x, self.document_ids_BN)
+        contexts = self.model.contexts(x, self.document_ids_BN)
+        self.contexts = self.model.with_tokens(contexts, x if self.read_BN is None else self.read_BN)
         return (self.model.embed(x),)
 
     def _block(self, layer: int, x_BND: Tensor) -> tuple[Tensor]:
@@ -76,9 +78,10 @@ class MicrobatchRun:
         block = self._at(layer)
         moe = block.feed_forward
         with region("block"):
-            h_BND, normed_BND = block.front(x_BND, self._context(layer))
+            context = self._context(layer)
+            h_BND, normed_BND = block.front(x_BND, context)
             x_TD = normed_BND.flatten(0, 1)
-            topk_scores_TK, topk_ids_TK = moe.router(normed_BND)
+            topk_scores_TK, topk_ids_TK = moe.router(normed_BND, *context.of_experts)
             x_TL = moe.latent_down(x_TD)
             exchange = moe.dispatcher.prepare(topk_ids_TK, topk_scores_TK)
             return h_BND, x_TD, moe.dispatcher.start_dispatch(x_TL, exchange), exchange

@@ -53,6 +53,7 @@ def _shape(resolved: Resolved) -> dict[str, Any]:
         "vocab_size": m.vocab_size,
         "experts": m.moe.num_experts if m.num_moe_layers else 0,
         "top_k": m.moe.top_k if m.num_moe_layers else 0,
+        "hash_layers": len(m.moe.hash_layers),
         "seq_len_tokens": train.seq_len_tokens,
         "tokens_per_step": train.global_batch_sequences * train.seq_len_tokens,
         "microbatches": resolved.num_microbatches,

@@ -26,6 +26,7 @@ from titan_moe.plan.cost.links import describe_links
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
     replica_bytes_per_rank,
+    table_bytes,
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.cost.muon import describe_muon
@@ -120,7 +121,9 @@ def _experts(recipe: Recipe) -> str:
     latent = f", latent width {moe.latent_size}" if moe.latent_size else ""
     forced = f"; FORCED load: {recipe.train.forced_load}" if recipe.train.forces_load else ""
     chosen = f"{moe.top_k} of {moe.num_experts} a token, width {moe.ffn_hidden_size}"
-    return f"{chosen}{shared}{latent}, {moe.score_fn} scores{forced}"
+    table = table_bytes(recipe.model)
+    by_token = f", {counted(len(moe.hash_layers), 'layer')} by token id ({table / 2**20:.3g} MiB of tables)"
+    return f"{chosen}{shared}{latent}, {moe.score_fn} scores{by_token if table else ''}{forced}"
 
 
 def _count_rows(recipe: Recipe) -> list[tuple[str, str]]:

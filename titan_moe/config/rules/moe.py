@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Problem, at_most, divides, row, rule, rules_in
 from titan_moe.config.schema import counted, in_toml
@@ -123,6 +124,32 @@ padding_has_a_capacity = row(
         r.model.moe.pad_to_capacity and (r.model.moe.capacity_factor == 0 or r.model.moe.drop_over != "microbatch")
     ),
     "{model.moe.pad_to_capacity} with {model.moe.capacity_factor} and {model.moe.drop_over}",
+)
+
+
+hash_layers_are_moe_layers = row(
+    "layers are numbered from 0, each is named once, and routers are in layers with experts",
+    lambda r: (
+        len(set(r.model.moe.hash_layers)) < len(r.model.moe.hash_layers)
+        or not set(r.model.moe.hash_layers) <= {layer for layer in r.model.moe_layers if layer < r.model.num_layers}
+    ),
+    "{model.moe.hash_layers} must be different MoE layers of {model.num_layers}",
+    "model.moe.hash_layers model.num_layers",
+)
+hash_layers_drop_nothing = row(
+    "experts that a table gives are taken whole",
+    lambda r: r.model.moe.hash_layers and r.model.moe.capacity_factor > 0,
+    "{model.moe.hash_layers} with {model.moe.capacity_factor}",
+)
+hash_layers_have_no_order = row(
+    "sparsemixer weighs the better one of two experts first, and a table has them in no order",
+    lambda r: r.model.moe.hash_layers and r.model.moe.score_fn == "sparsemixer",
+    "{model.moe.hash_layers} with {model.moe.score_fn}",
+)
+hash_layers_are_of_the_default_class = row(
+    "a class of your own has a forward of its own, which gives routers no ids of tokens",
+    lambda r: r.model.moe.hash_layers and r.model.class_ != ModelConfig.class_,
+    "{model.moe.hash_layers} is built for the default class alone, not for {model.class}",
 )
 
 

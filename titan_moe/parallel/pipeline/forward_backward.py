@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads, WeightGradQueue
-from titan_moe.layers.mtp import loss_sums_of
+from titan_moe.models.part import reads_tokens
 from titan_moe.parallel import fsdp
 from titan_moe.parallel.arena import count_moe_layers
 from titan_moe.parallel.fsdp import DTYPES
@@ -76,7 +76,7 @@ class Pipeline:
         without_rows = resolved.recompute.of("experts")
         with_rows = (stage for stage, part in self.stages.items() if count_moe_layers(part, without_rows))
         self.stages_with_experts = frozenset(with_rows)
-        self.stages_with_mtp = frozenset(stage for stage, part in self.stages.items() if loss_sums_of(part))
+        self.stages_that_read = frozenset(stage for stage, part in self.stages.items() if reads_tokens(part))
         self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
         self.rehearsals = Rehearsals(resolved, capacity)
 
@@ -201,12 +201,12 @@ class StepRun:
         x = tokens_BN if stage == 0 else self.inputs.pop(key).wait().detach().requires_grad_()
         is_last = stage == self.pipeline.last_stage
         inputs = labels_BN, ids_BN, self.scale if is_last else None, self._delaying(key)
+        read_BN = tokens_BN if stage > 0 and stage in self.pipeline.stages_that_read else None
         in_pieces = self.in_pieces.get(stage)
         if in_pieces is not None:
-            run: StageRun = RunInPieces(in_pieces, *inputs)
+            run: StageRun = RunInPieces(in_pieces, *inputs, read_BN=read_BN)
         else:
-            embeds_again = stage > 0 and stage in self.pipeline.stages_with_mtp
-            run = WholeRun(self.stages[stage], *inputs, read_BN=tokens_BN if embeds_again else None)
+            run = WholeRun(self.stages[stage], *inputs, read_BN=read_BN)
         self.runs[key] = run
         stretches = within(self.pipeline.routing, self.stages[stage], microbatch, run.forward(x))
         with self.slabs.forward_of(stage, microbatch):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from titan_moe.config.context import sequence_shard
 from titan_moe.layers.kv_cache import KVCache
-from titan_moe.layers.mtp import loss_sums_of
 from titan_moe.models.generate import CachedForwards, NextLogits, TextGenerator, WholeForwards
+from titan_moe.models.part import reads_tokens
 from titan_moe.parallel.context import NextLogitsOfParts, new_tokens_of
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
@@ -42,7 +42,7 @@ class PipelinedModel(TextGenerator):
         self.group, self.rank = meshes.pipeline_group, meshes.dense.get_local_rank("pp")
         self.stages = parts_by_stage(parts, resolved, meshes)
         self.ranks = resolved.ranks
-        self.stages_with_mtp = frozenset(stage for stage, part in self.stages.items() if loss_sums_of(part))
+        self.stages_that_read = frozenset(stage for stage, part in self.stages.items() if reads_tokens(part))
         self.hidden_size, self.vocab_size = recipe.model.hidden_size, recipe.model.vocab_size
         self.dtype = DTYPES[recipe.precision.compute]
         shard, context = sequence_shard(p, meshes.context_rank), meshes.dense["cp"].get_group()
@@ -74,7 +74,7 @@ class PipelinedModel(TextGenerator):
             if stage and self.ranks[stage - 1] != rank:
                 x = torch.empty_like(like)
                 dist.recv(x, group=self.group, group_src=self.ranks[stage - 1])
-            read = {"read_BN": tokens_BN} if stage in self.stages_with_mtp else {}  # while it counts (batch_counts.py)
+            read = {"read_BN": tokens_BN} if stage in self.stages_that_read else {}
             x = self.stages[stage](x, labels_BN, document_ids_BN, *caches, **read)
             if stage + 1 < len(self.ranks) and self.ranks[stage + 1] != rank:
                 check_activation(x, like)

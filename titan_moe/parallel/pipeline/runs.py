@@ -47,8 +47,8 @@ class WholeRun:
         delaying: Delaying,
         read_BN: Tensor | None = None,
     ) -> None:
-        """`scale` is that of the loss; None without the head. `read_BN` are the tokens, where multi-token prediction
-        embeds them behind other stages."""
+        """`scale` is that of the loss; None without the head. `read_BN` are the tokens, where a stage behind others
+        reads them (`reads_tokens`)."""
         self.delaying = delaying
         options = {} if read_BN is None else {"read_BN": read_BN}
 
@@ -104,10 +104,11 @@ class RunInPieces:
         document_ids_BN: Tensor | None,
         scale: Tensor | None,
         delaying: Delaying,
+        read_BN: Tensor | None = None,
     ) -> None:
-        """`scale` is that of the loss; None without the head."""
+        """As of `WholeRun`."""
         self.stage, self.delaying = stage, delaying
-        self.inputs = labels_BN, document_ids_BN, scale
+        self.inputs = labels_BN, document_ids_BN, scale, read_BN
         self.run: MicrobatchRun
 
     def forward(self, x: Tensor) -> Generator[None, None, Tensor]:

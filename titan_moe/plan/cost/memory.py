@@ -7,6 +7,7 @@ pass `RankPart.recipe` for those of one pipeline rank.
 from titan_moe.config.clones import num_clones
 from titan_moe.config.formats import FORMAT_FACTS
 from titan_moe.config.gemms import count_packed_experts, has_native_experts
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.modules import modules_of, parameters_of_an_expert
 from titan_moe.config.parallel import resolve
 from titan_moe.config.perf import PARKED_CHUNK_BYTES
@@ -28,7 +29,8 @@ GATHERS_FROM = 2048
 
 def state_bytes(part: RankPart) -> int:
     """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run, without those
-    that rest on the host. Frozen parameters are in compute's dtype or codes, and that is all."""
+    that rest on the host, and of tables of experts. Frozen parameters are in compute's dtype or codes, and that is
+    all."""
     recipe, precision, trained = part.recipe, part.recipe.precision, trained_of(part)
     compute = BYTES_OF_DTYPE[precision.compute]
     kept = BYTES_OF_DTYPE[precision.master] + BYTES_OF_DTYPE[precision.gradients_dtype] + precision.bytes_of_moments
@@ -37,7 +39,12 @@ def state_bytes(part: RankPart) -> int:
     frozen = 0.0 if is_whole else (parameters_of(part) - trained - _sharded_codes(part)) * compute
     frozen += code_bytes(part)
     saved = muon_parameters(part) * precision.bytes_of_moments / 2
-    return round(trained * kept - saved + frozen) - parked_bytes(part)
+    return round(trained * kept - saved + frozen) - parked_bytes(part) + table_bytes(recipe.model)
+
+
+def table_bytes(model: ModelConfig) -> int:
+    """Count the bytes of the experts of all token ids, of layers that route by them. Every rank has them whole."""
+    return 4 * model.vocab_size * model.moe.top_k * len(model.moe.hash_layers)
 
 
 def bytes_of_average(recipe: Recipe) -> int:
