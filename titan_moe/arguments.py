@@ -8,6 +8,7 @@ from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
 
 MOST_COPIES = 4096
 """Of an MLP, and pieces of it."""
+OF_AVERAGES = "of the averages of weights that the run keeps (optim.ema_decay)"
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -105,6 +106,7 @@ def _add_conversions(verbs: Any) -> None:
             verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="", help=dtype)
             adapter = "write the adapter alone, as PEFT's files; without it adapters are added to the weights"
             verb.add_argument("--adapter", action="store_true", help=adapter)
+            verb.add_argument("--ema", action="store_true", help=OF_AVERAGES)
             fused = "with --adapter, one matrix for all experts of a layer, as PEFT's target_parameters has them"
             verb.add_argument("--fused-experts", action="store_true", help=fused)
 
@@ -128,8 +130,10 @@ def _add_uses(verbs: Any, nproc: str) -> None:
     }
     for name, (kind, default, words) in numbers.items():
         verb.add_argument(f"--{name}", type=kind, default=default, help=f"{words}; default {default}")
+    verb.add_argument("--ema", action="store_true", help=OF_AVERAGES)
     purpose = "loss, perplexity and bits a byte on the text of each --data.path, or on what the run has held out"
-    _add_verb(verbs, "evaluate", purpose, source, nproc, of="CHECKPOINT_OR_HF")
+    verb = _add_verb(verbs, "evaluate", purpose, source, nproc, "[--ema] ", of="CHECKPOINT_OR_HF")
+    verb.add_argument("--ema", action="store_true", help=OF_AVERAGES)
     purpose = "average the weights of checkpoints, in fp32"
     verb = verbs.add_parser("average", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
     of_ours = "checkpoints, or runs, of which the newest is meant"

@@ -21,6 +21,7 @@ from titan_moe.config.nearest import nearest_key
 from titan_moe.config.parallel import planning, smallest_world
 from titan_moe.config.parse import split_overrides
 from titan_moe.config.train import RunConfig
+from titan_moe.data.chat.prompts import read_prompts
 from titan_moe.entry import (
     average,
     check,
@@ -34,7 +35,6 @@ from titan_moe.entry import (
     lacks_tokenizer,
     load_accepted,
     plan,
-    read_prompts,
     recipe_of_hf,
     recipe_of_job,
     recipe_of_use,
@@ -200,6 +200,7 @@ def _convert(args: argparse.Namespace) -> int:
         folders = [args.folder, args.checkpoint] if args.verb == "import" else [args.checkpoint, args.folder]
         options = [f"--skip={part}" for part in getattr(args, "skip", ())]
         options += [f"--dtype={args.dtype}"] if getattr(args, "dtype", "") else []
+        options += ["--ema"] if getattr(args, "ema", False) else []
         if getattr(args, "adapter", False):
             raise RecipeError(["--adapter writes one small file; omit --nproc"])
         return launch(world_size, [args.verb, *folders, *options], STRAGGLERS_S)
@@ -219,9 +220,9 @@ def _convert_here(args: argparse.Namespace) -> None:
     if args.verb == "average":
         average(args.checkpoints, args.out, ema=args.ema)
     elif args.verb == "export" and args.adapter:
-        export_adapter(args.checkpoint, args.folder, is_fused=args.fused_experts)
+        export_adapter(args.checkpoint, args.folder, is_fused=args.fused_experts, ema=args.ema)
     elif args.verb == "export":
-        export_hf(args.checkpoint, args.folder, args.dtype)
+        export_hf(args.checkpoint, args.folder, args.dtype, ema=args.ema)
     else:
         skipped = import_hf(args.folder, args.checkpoint, args.skip)
     if os.environ.get("RANK", "0") != "0":
@@ -264,17 +265,18 @@ def _use(args: argparse.Namespace, overrides: list[str], argv: Sequence[str]) ->
     world_size = _world_size(args.nproc)
     if args.verb == "generate":
         prompts = read_prompts(args.prompt, args.prompts, is_chat=args.chat)
-        recipe = recipe_of_use(args.source, overrides, world_size)
+        recipe = recipe_of_use(args.source, overrides, world_size, ema=args.ema)
         options: dict[str, Any] = {
             key: getattr(args, key) for key in ("max_tokens", "temperature", "top_p", "seed", "batch_size")
         }
         check_sampling(**options)
-        call = partial(generate, recipe, prompts, as_json=bool(args.prompts), **options)
+        call = partial(generate, recipe, prompts, as_json=bool(args.prompts), ema=args.ema, **options)
     else:
-        sources, is_held_out = recipes_of_evaluation(args.source, overrides, world_size)
+        sources, is_held_out = recipes_of_evaluation(args.source, overrides, world_size, ema=args.ema)
         recipe = sources[0][1]
         takes_all = not any(word.startswith("--validation.num_sequences") for word in overrides)
-        call = partial(evaluate, sources, held_out=is_held_out, all_sequences=takes_all and not is_held_out)
+        takes_all = takes_all and not is_held_out
+        call = partial(evaluate, sources, held_out=is_held_out, all_sequences=takes_all, ema=args.ema)
 
     def run() -> None:
         with imports_frozen():

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_moe.checkpoint.find import HUGGING_FACE, end_tokens, find_checkpoint, recipe_to_use, saved_fields
+from titan_moe.checkpoint.find import HUGGING_FACE, Found, end_tokens, find_checkpoint, recipe_to_use, saved_fields
 from titan_moe.checkpoint.hf_describe import export_problems
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe, refusals
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, smallest_world
 from titan_moe.config.parse import blame
 from titan_moe.config.schema import counted
-from titan_moe.data.chat.records import ANSWERING, Conversation, RecordError, read_conversation
+from titan_moe.data.chat.records import Conversation
 from titan_moe.plan.answer import answer
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.data_report import in_words
@@ -113,11 +113,12 @@ def import_hf(folder: str | Path, checkpoint: str | Path, skip: Collection[str] 
         return hf_convert.import_hf(recipe, _shapes(recipe.model), source, out, skip)
 
 
-def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> None:
+def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "", *, ema: bool = False) -> None:
     """Write the weights of a checkpoint, or of the newest one of a run, as a Hugging Face checkpoint, tensor by tensor,
     with adapters added.
 
-    `dtype` is "bf16", "fp16" or "fp32"; empty keeps that of the weights.
+    `dtype` is "bf16", "fp16" or "fp32"; empty keeps that of the weights. With `ema` the weights are the averages that
+    the run keeps (`optim.ema_decay`).
 
     Raises: HuggingFaceError if no family of Hugging Face computes what the model does, or the checkpoint is damaged.
     Then nothing is left behind.
@@ -132,19 +133,20 @@ def export_hf(checkpoint: str | Path, folder: str | Path, dtype: str = "") -> No
     model = hf_convert.model_of(source)
     shapes, factors = shapes_and_factors(model)
     with hf_export.converting(out):
-        hf_convert.export_hf(model, shapes, source, out, dtypes[dtype], factors)
+        hf_convert.export_hf(model, shapes, source, out, dtypes[dtype], factors, is_ema=ema)
 
 
-def export_adapter(checkpoint: str | Path, folder: str | Path, *, is_fused: bool = False) -> None:
+def export_adapter(checkpoint: str | Path, folder: str | Path, *, is_fused: bool = False, ema: bool = False) -> None:
     """Write the adapter of a checkpoint, or of the newest one of a run, as PEFT's files: with a matrix for each expert
-    or, with `is_fused`, one for all of a layer, as PEFT's `target_parameters` has them.
+    or, with `is_fused`, one for all of a layer, as PEFT's `target_parameters` has them. With `ema` it is its average.
 
     Raises: HuggingFaceError if the checkpoint is damaged or has no adapter, or PEFT has no such form for the family.
     Then nothing is left behind.
     """
     from titan_moe.training import adapter_files
 
-    adapter_files.export_adapter(find_checkpoint(checkpoint).folder, Path(folder).expanduser(), is_fused=is_fused)
+    source, out = find_checkpoint(checkpoint).folder, Path(folder).expanduser()
+    adapter_files.export_adapter(source, out, is_fused=is_fused, is_ema=ema)
 
 
 def average(checkpoints: Sequence[str | Path], out: str | Path, *, ema: bool = False) -> None:
@@ -199,23 +201,32 @@ def compare(runs: Sequence[str | Path], after: int | None = None, html: str | Pa
     return comparison.in_markdown(rows)
 
 
-def recipe_of_use(source: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
-    """An accepted recipe whose model is that of a checkpoint, for `titan-moe generate`. Does not import torch.
+def recipe_of_use(source: str | Path, overrides: Sequence[str], num_ranks: int, *, ema: bool = False) -> Recipe:
+    """An accepted recipe whose model is that of a checkpoint, for `titan-moe generate`; with `ema` it must be one of
+    ours, which may have averages. Does not import torch.
 
     Raises: RecipeError or HuggingFaceError with all problems.
     """
-    return _for_use(recipe_to_use(find_checkpoint(source, takes_hf=True), overrides), num_ranks)
+    return _for_use(recipe_to_use(_find_to_use(source, ema=ema), overrides), num_ranks)
+
+
+def _find_to_use(source: str | Path, *, ema: bool) -> Found:
+    found = find_checkpoint(source, takes_hf=True)
+    if ema and found.is_hf:
+        raise RecipeError([f"{source} is a Hugging Face checkpoint, which has no averages of weights; omit --ema"])
+    return found
 
 
 def recipes_of_evaluation(
-    source: str | Path, overrides: Sequence[str], num_ranks: int
+    source: str | Path, overrides: Sequence[str], num_ranks: int, *, ema: bool = False
 ) -> tuple[list[tuple[str, Recipe]], bool]:
     """For `titan-moe evaluate`: a name and an accepted recipe for each source of data, and whether it is what the run
-    has held out. Each `--data.path` among `overrides` is a source. Does not import torch.
+    has held out. Each `--data.path` among `overrides` is a source, and `ema` is as for `recipe_of_use`. Does not import
+    torch.
 
     Raises: RecipeError or HuggingFaceError with all problems.
     """
-    found = find_checkpoint(source, takes_hf=True)
+    found = _find_to_use(source, ema=ema)
     paths, others = _split_paths(overrides)
     is_other = bool(paths) or any(word.partition("=")[0] == "--data.source" for word in others)
     if not is_other:
@@ -237,61 +248,6 @@ def recipes_of_evaluation(
     return [(name, _for_use(recipe, num_ranks)) for name, recipe in recipes], False
 
 
-def read_prompts(prompt: str | None, file: str | None, *, is_chat: bool = False) -> list[str] | list[Conversation]:
-    """One prompt, or those of a file: a line each, or JSON lines with a field `prompt`. Of a chat, conversations.
-
-    Raises: RecipeError if there is none, or a line cannot be read.
-    """
-    if (prompt is None) == (file is None):
-        raise RecipeError(["generate needs one of a prompt and --prompts FILE"])
-    if file is None:
-        return [Conversation([{"role": "user", "content": prompt}])] if is_chat else [prompt or ""]
-    if is_chat:
-        return _read_chats(Path(file).expanduser())
-    try:
-        lines = (
-            Path(file).expanduser().read_text(encoding="utf-8").split("\n")
-        )  # and at nothing else that may end a line
-        lines = [line for line in lines if line.strip()]
-        prompts = [json.loads(line)["prompt"] for line in lines] if file.endswith((".jsonl", ".json")) else lines
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError([f"--prompts {file} cannot be read: {type(error).__name__}: {error}"]) from error
-    if not prompts or not all(isinstance(text, str) for text in prompts):
-        raise RecipeError([f"--prompts {file} has no prompts, or one that is no text"])
-    return prompts
-
-
-def _read_chats(file: Path) -> list[Conversation]:
-    """The conversations of JSON lines, or the one of a `.json` file, which may be a list of messages. What a user says
-    may be a `prompt`. An answer at the end is left out.
-
-    Raises: RecipeError for what is none.
-    """
-    try:
-        text = file.read_text(encoding="utf-8")
-        is_one = file.suffix == ".json"
-        rows = [json.loads(text)] if is_one else [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
-        raise RecipeError([f"--prompts {file} cannot be read: {type(error).__name__}: {error}"]) from error
-    chats = []
-    for number, row in enumerate(rows, 1):
-        row = {"messages": row} if isinstance(row, list) else row
-        if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row.get("completion") is None:
-            row = {**row, "completion": ""}
-        try:
-            chat = read_conversation(row)
-        except RecordError as error:
-            where = f"{file}" if is_one else f"line {number} of {file}"
-            raise RecipeError([f"--prompts: {where} {error}"]) from error
-        messages = chat.messages[: -1 if chat.messages[-1]["role"] == ANSWERING else None]
-        if not messages:
-            raise RecipeError([f"--prompts: {file} has a conversation with nothing to answer"])
-        chats.append(chat._replace(messages=messages))
-    if not chats:
-        raise RecipeError([f"--prompts {file} has no conversations"])
-    return chats
-
-
 def check_sampling(max_tokens: int, temperature: float, top_p: float, batch_size: int, **_: Any) -> None:
     """Refuse options out of range, before anything is loaded.
 
@@ -308,16 +264,21 @@ def check_sampling(max_tokens: int, temperature: float, top_p: float, batch_size
 
 
 def generate(
-    recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], *, as_json: bool, **sampling: Any
+    recipe: Recipe,
+    prompts: Sequence[str] | Sequence[Conversation],
+    *,
+    as_json: bool,
+    ema: bool = False,
+    **sampling: Any,
 ) -> list[str]:
-    """Continue prompts with the model of `recipe_of_use`. Collective.
+    """Continue prompts with the model of `recipe_of_use`, or with `ema` with the averages of its weights. Collective.
 
     Returns: on the first rank, texts with what follows them, answers to conversations, or lines of JSON.
     """
     from titan_moe.training import use
 
     found = find_checkpoint(recipe.checkpoint.load_from.removeprefix(HUGGING_FACE), takes_hf=True)
-    texts = use.generate(recipe, prompts, use.Sampling(end_tokens=end_tokens(found), **sampling))
+    texts = use.generate(recipe, prompts, use.Sampling(end_tokens=end_tokens(found), **sampling), is_ema=ema)
     if not use.is_first_rank():
         return []
     if as_json:
@@ -326,14 +287,16 @@ def generate(
     return [prompt + text.completion for prompt, text in zip(before, texts, strict=True)]
 
 
-def evaluate(sources: Sequence[tuple[str, Recipe]], *, held_out: bool, all_sequences: bool) -> list[str]:
-    """Evaluate the model of `recipes_of_evaluation`. Collective.
+def evaluate(
+    sources: Sequence[tuple[str, Recipe]], *, held_out: bool, all_sequences: bool, ema: bool = False
+) -> list[str]:
+    """Evaluate the model of `recipes_of_evaluation`, or with `ema` the averages of its weights. Collective.
 
     Returns: on the first rank, the lines of a table.
     """
     from titan_moe.training import use
 
-    results = use.evaluate(sources, held_out=held_out, all_sequences=all_sequences)
+    results = use.evaluate(sources, held_out=held_out, all_sequences=all_sequences, is_ema=ema)
     return use.table_of(results, held_out=held_out) if use.is_first_rank() else []
 
 

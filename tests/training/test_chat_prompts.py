@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from titan_moe import cli
 from titan_moe.config import Recipe, RecipeError
+from titan_moe.data.chat.prompts import read_prompts
 from titan_moe.data.chat.records import Conversation
 from titan_moe.data.tokenizer import build_tokenizer
-from titan_moe.entry import read_prompts
 from titan_moe.training.chat_prompts import render
 
 __all__ = ["one_process", "tiny"]

@@ -14,7 +14,7 @@ from support.runs import Run, run_command
 from titan_moe import cli
 from titan_moe.checkpoint.storage import PlainReader, load_slices
 from titan_moe.config import RecipeError, load_recipe, refusals
-from titan_moe.entry import read_prompts
+from titan_moe.data.chat.prompts import read_prompts
 from titan_moe.models.transformer import Transformer
 from titan_moe.training import use
 
@@ -227,7 +227,19 @@ def test_a_checkpoint_of_the_averages_that_a_run_keeps(
         assert torch.equal(state[name], averages[there]) and not torch.equal(state[name], weights[name]), name
     if is_tied:
         assert torch.equal(state["embed.weight"], state["head.weight"])
-    assert "loss" in out_of(capsys, "evaluate", out)
+    assert (
+        out_of(capsys, "evaluate", step, "--ema") == out_of(capsys, "evaluate", out) != out_of(capsys, "evaluate", step)
+    )
+    assert out_of(capsys, "generate", step, "7", "--ema") == out_of(capsys, "generate", out, "7")
+    exported = {
+        "averages": (step, "--ema", "--dtype=fp32"),
+        "mean": (out, "--dtype=fp32"),
+        "weights": (step, "--dtype=fp32"),
+    }
+    for name, (source, *options) in exported.items():
+        assert cli.main(["export", str(source), str(tmp_path / name), *options]) == 0, capsys.readouterr().err
+    files = [next((tmp_path / name).glob("*.safetensors")).read_bytes() for name in exported]
+    assert files[0] == files[1] != files[2]
 
 
 def test_an_average_of_others_is_refused(trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +248,9 @@ def test_an_average_of_others_is_refused(trained: Run, tmp_path: Path, capsys: p
     assert "two checkpoints at least" in capsys.readouterr().err
     assert cli.main(["average", str(step), str(out), "--ema"]) == 2
     assert "step-20 has no averages of its weights" in capsys.readouterr().err
+    for words in (["generate", "the"], ["evaluate"], ["export", str(out)]):
+        assert cli.main([words[0], str(step), *words[1:], "--ema"]) == 2
+        assert "step-20 has no averages of its weights; a run keeps them with" in capsys.readouterr().err
     other = Run(tmp_path / "other", "--train.steps=1")
     assert other.train() == 0
     assert cli.main(["average", str(step), str(other.folder), str(out)]) == 2

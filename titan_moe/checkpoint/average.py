@@ -9,20 +9,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titan_moe.checkpoint import hf_export, storage
 from titan_moe.checkpoint.base import lacks
+from titan_moe.checkpoint.ema import lacks_averages, reader_of_weights
 from titan_moe.checkpoint.find import saved_fields
 from titan_moe.checkpoint.hf_convert import planned
 from titan_moe.checkpoint.hf_names.names import Shape
 from titan_moe.checkpoint.manifest import Manifest, find_damage, read_manifest
 from titan_moe.checkpoint.storage import ChunkedTensor, PlainReader, PlainSavePlanner, load_slices
-from titan_moe.checkpoint.weights import MOMENTS, saved_shapes
+from titan_moe.checkpoint.weights import saved_shapes
 from titan_moe.config import RecipeError
-from titan_moe.config.optimizers import EMA
 from titan_moe.config.parse import recipe_of
 from titan_moe.config.resume import compare
 from titan_moe.parameters import SCALES, Chunk
-
-TIED = ("embed.weight", "head.weight")
-"""The names of tied embeddings."""
 
 
 def average(checkpoints: Sequence[Path], shapes: Mapping[str, Shape], out: Path, *, is_of_ema: bool = False) -> None:
@@ -39,9 +36,7 @@ def average(checkpoints: Sequence[Path], shapes: Mapping[str, Shape], out: Path,
     recipe = recipe_of(saved_fields(first), str(first))
     if problems := [problem for folder in checkpoints for problem in _problems(folder, shapes)]:
         raise RecipeError(problems)
-    for folder in checkpoints if is_of_ema else ():
-        if not any(name.startswith(MOMENTS) and name.endswith(f".{EMA}") for name in saved_shapes(folder)[0]):
-            problems.append(f"{folder} has no averages of its weights; a run keeps them with optim.ema_decay = 0.999")
+    problems += filter(None, map(lacks_averages, checkpoints if is_of_ema else ()))
     for folder in checkpoints[1:]:
         changes = compare(saved_fields(folder), recipe).refused
         changes = [change for change in changes if change.startswith("model.")]
@@ -51,10 +46,7 @@ def average(checkpoints: Sequence[Path], shapes: Mapping[str, Shape], out: Path,
     saved, _ = saved_shapes(first)
     scales = {f"{name}{SCALES}": saved.get(f"{name}{SCALES}") for name in shapes}
     shapes = {**shapes, **{name: shape for name, shape in scales.items() if shape is not None}}
-    readers = [PlainReader(folder) for folder in checkpoints]
-    tied = TIED if recipe.model.embeddings_are_tied else ()
-    sources = {name: _average_of(name, tied, readers[0]) if is_of_ema else name for name in shapes}
-    planner = _MeanPlanner(readers, sources)
+    planner = _MeanPlanner([reader_of_weights(folder, is_ema=is_of_ema) for folder in checkpoints])
     origin = hf_export.source_of(first)
     with hf_export.renamed_at_the_end(out) as unfinished:
         state = {
@@ -85,14 +77,13 @@ def _problems(folder: Path, shapes: Mapping[str, Shape]) -> list[str]:
 class _MeanPlanner(PlainSavePlanner):
     """Reads a slice of all checkpoints when its mean is to be written."""
 
-    def __init__(self, readers: Sequence[PlainReader], sources: Mapping[str, str]) -> None:
-        """`sources` are the names in checkpoints of what is written under a name."""
+    def __init__(self, readers: Sequence[PlainReader]) -> None:
         super().__init__(storage.no_rows)
-        self.readers, self.sources = readers, sources
+        self.readers = readers
 
     def dtype(self, name: str) -> torch.dtype:
         """That of a mean: fp32, or what is wider or no floating-point number."""
-        saved = _dtype(self.readers[0], self.sources[name])
+        saved = _dtype(self.readers[0], name)
         return torch.promote_types(saved, torch.float32) if saved.is_floating_point and saved.itemsize > 1 else saved
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -106,16 +97,9 @@ class _MeanPlanner(PlainSavePlanner):
         return total / len(self.readers)
 
     def _read(self, reader: PlainReader, index: MetadataIndex, meta: torch.Tensor, size: torch.Size) -> torch.Tensor:
-        name = self.sources[index.fqn]
-        values = torch.empty(meta.shape, dtype=_dtype(reader, name))
-        load_slices({name: ChunkedTensor(size, [Chunk(values, tuple(index.offset or ()))])}, reader)
+        values = torch.empty(meta.shape, dtype=_dtype(reader, index.fqn))
+        load_slices({index.fqn: ChunkedTensor(size, [Chunk(values, tuple(index.offset or ()))])}, reader)
         return values
-
-
-def _average_of(name: str, tied: Sequence[str], reader: PlainReader) -> str:
-    """The name of the average of a weight; of a tied one it may have the other's. Its own where there is none."""
-    averages = [f"{MOMENTS}{each}.{EMA}" for each in (name, *(tied if name in tied else ()))]
-    return next((each for each in averages if each in reader.metadata.state_dict_metadata), name)
 
 
 def _dtype(reader: PlainReader, name: str) -> torch.dtype:

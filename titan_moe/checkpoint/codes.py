@@ -6,7 +6,6 @@ in memory.
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -64,12 +63,13 @@ def in_another_form(own: Mapping[str, Shape], saved: Mapping[str, Shape]) -> set
     return names & own.keys() & saved.keys()
 
 
-def read_numbers(folder: Path, saved: Mapping[str, Shape], rows_of: RowsOf) -> Callable[[dict[str, Tensor]], None]:
+def read_numbers(
+    reader: PlainReader, saved: Mapping[str, Shape], rows_of: RowsOf
+) -> Callable[[dict[str, Tensor]], None]:
     """What fills this rank's slices of weights, in fp32, from a checkpoint, on this rank alone. Codes become numbers.
 
     Raises, when called: ValueError with one sentence for what cannot be read.
     """
-    reader = PlainReader(folder)
 
     def read(wide: dict[str, Tensor]) -> None:
         slices: dict[str, ChunkedTensor | Tensor] = {}

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from titan_moe.checkpoint import hf_export, storage
 from titan_moe.checkpoint.base import lacks
 from titan_moe.checkpoint.codes import numbers_of_chunk
+from titan_moe.checkpoint.ema import lacks_averages, reader_of_weights
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.checkpoint.hf import (
@@ -210,8 +211,10 @@ def export_hf(
     folder: Path,
     dtype: torch.dtype | None = None,
     factors: Mapping[str, Factors] | None = None,
+    *,
+    is_ema: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint as a Hugging Face checkpoint that transformers loads. Collective.
+    """Write the weights of a checkpoint, or with `is_ema` their averages, as one that transformers loads. Collective.
 
     `shapes` are those of the tensors of the model. `dtype` is that of the weights on disk; None keeps theirs. `factors`
     are the adapters of weights, to which they are added.
@@ -221,7 +224,14 @@ def export_hf(
     """
     with messages() as group:
         on_first_rank(partial(hf_export.refuse_existing, folder), group)
-        _export(model, shapes, checkpoint, folder, dtype, factors or {}, group)
+        _export(model, shapes, _reader_of(checkpoint, is_ema), checkpoint, folder, dtype, factors or {}, group)
+
+
+def _reader_of(checkpoint: Path, is_ema: bool) -> PlainReader:
+    """Raises: HuggingFaceError for a checkpoint without averages."""
+    if is_ema and (problem := lacks_averages(checkpoint)):
+        raise HuggingFaceError(checkpoint, [problem])
+    return reader_of_weights(checkpoint, is_ema=is_ema)
 
 
 def export_adapter(
@@ -232,16 +242,17 @@ def export_adapter(
     factors: Mapping[str, Factors],
     *,
     is_fused: bool = False,
+    is_ema: bool = False,
 ) -> None:
-    """Write the adapter of a checkpoint as PEFT's files, with a matrix for each expert, or in the form of
-    `target_parameters`.
+    """Write the adapter of a checkpoint, or with `is_ema` its average, as PEFT's files, with a matrix for each expert,
+    or in the form of `target_parameters`.
 
     Raises: HuggingFaceError if the checkpoint is damaged or has no adapter, or a form does not exist. Then nothing is
     left behind.
     """
     if not factors:
         raise HuggingFaceError(checkpoint, ["it has no adapter; export it without --adapter"])
-    reader, manifest = PlainReader(checkpoint), read_manifest(checkpoint)
+    reader, manifest = _reader_of(checkpoint, is_ema), read_manifest(checkpoint)
     try:
         saved = reader.metadata.state_dict_metadata
         family, _ = described(model, hf_export.source_of(checkpoint))
@@ -274,6 +285,7 @@ def _read_whole(reader: PlainReader, shapes: Mapping[str, Shape], name: str) -> 
 def _export(
     model: ModelConfig,
     shapes: Mapping[str, Shape],
+    reader: PlainReader,
     checkpoint: Path,
     folder: Path,
     dtype: torch.dtype | None,
@@ -281,7 +293,6 @@ def _export(
     group: dist.ProcessGroup | None,
 ) -> None:
     origin = hf_export.source_of(checkpoint)
-    reader = PlainReader(checkpoint)
     try:
         saved, manifest = reader.metadata.state_dict_metadata, read_manifest(checkpoint)
     except ValueError as error:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.checkpoint import base, storage
 from titan_moe.checkpoint.codes import codes_of, in_another_form, load_numbers, read_numbers
+from titan_moe.checkpoint.ema import lacks_averages, reader_of_weights
 from titan_moe.checkpoint.find import HUGGING_FACE
 from titan_moe.checkpoint.hf import load_hf
 from titan_moe.checkpoint.manifest import MANIFEST_FILE, Manifest, find_damage, read_manifest
@@ -27,17 +28,19 @@ class CheckpointMismatch(RuntimeError):
     """A checkpoint of another model or of other states, or a damaged one."""
 
 
-def load_weights(parts: Sequence[nn.Module], folder: Path, group: dist.ProcessGroup) -> None:
-    """Load the weights of a checkpoint into a model, or into this rank's stages of one; frozen weights that it lacks
-    are those of its base. Collective.
+def load_weights(parts: Sequence[nn.Module], folder: Path, group: dist.ProcessGroup, *, is_ema: bool = False) -> None:
+    """Load the weights of a checkpoint into a model, or into this rank's stages of one, or with `is_ema` their averages
+    (`optim.ema_decay`); frozen weights that it lacks are those of its base. Collective.
 
-    Raises: CheckpointMismatch if it is damaged, or of another model, or lacks its base; HuggingFaceError if that is a
-    base of Hugging Face that does not fit.
+    Raises: CheckpointMismatch if it is damaged, or of another model, or lacks its base or averages; HuggingFaceError if
+    that is a base of Hugging Face that does not fit.
     """
     manifest = verified(folder, "restore it from a copy, or take another one", group)
+    if is_ema and (problem := run_on_rank_zero(lambda: lacks_averages(folder), group)):
+        raise CheckpointMismatch(problem)
     whole = [part for part in parts if part.state_dict()]  # a stage may be empty
     if manifest is None or not base.lacks(manifest.recipe):
-        return load_weights_of(whole, folder, group)
+        return load_weights_of(whole, folder, group, is_ema=is_ema)
     _check_base(folder, manifest, group)
     origin = str(manifest.recipe["checkpoint.load_from"])
     if origin.startswith(HUGGING_FACE):
@@ -46,7 +49,7 @@ def load_weights(parts: Sequence[nn.Module], folder: Path, group: dist.ProcessGr
         verified(base.path_of(origin), "restore it from a copy", group)
         load_weights_of(whole, base.path_of(origin), group, frozenset(factor_names(whole)))
     has = run_on_rank_zero(lambda: set(saved_shapes(folder)[0]), group)
-    load_weights_of(whole, folder, group, frozenset(MasterState(whole).whole().keys() - has))
+    load_weights_of(whole, folder, group, frozenset(MasterState(whole).whole().keys() - has), is_ema=is_ema)
 
 
 def _check_base(folder: Path, manifest: Manifest, group: dist.ProcessGroup) -> None:
@@ -65,9 +68,12 @@ def load_weights_of(
     group: dist.ProcessGroup,
     left_out: frozenset[str] = frozenset(),
     way_out: str = "take the [model] that it was written with",
+    *,
+    is_ema: bool = False,
 ) -> None:
     """Load all weights but those that are left out, unless the checkpoint has them. Weights are rounded into codes, and
-    codes become numbers, where the model has others than the checkpoint. Collective.
+    codes become numbers, where the model has others than the checkpoint. With `is_ema`, those that train are averages.
+    Collective.
 
     Raises: CheckpointMismatch if the checkpoint is of another model.
     """
@@ -83,12 +89,13 @@ def load_weights_of(
         return rows.get(name, ())
 
     def read() -> None:
-        storage.load(state, folder, rows_of)
+        reader = reader_of_weights(folder, is_ema=is_ema)
+        storage.load(state, reader, rows_of)
         weights.load_state_dict(state)
         problems: list[Any] = [None] * dist.get_world_size(group)
         named = (each for part in parts for each in part.named_parameters(remove_duplicate=False))
         targets = {name: parameter for name, parameter in named if name in changed} | codes_of(parts)
-        problem = _problem_of(lambda: load_numbers(targets, changed, read_numbers(folder, saved, rows_of)))
+        problem = _problem_of(lambda: load_numbers(targets, changed, read_numbers(reader, saved, rows_of)))
         dist.all_gather_object(problems, problem, group=group)
         if found := sorted({*problems} - {""}):
             raise CheckpointMismatch(f"checkpoint {folder} cannot be read: {'; '.join(found)}; {way_out}")

@@ -88,9 +88,10 @@ def save(
     return future
 
 
-def load(state: dict[str, Any], folder: Path, rows_of: RowsOf = no_rows) -> None:
+def load(state: dict[str, Any], folder: "Path | PlainReader", rows_of: RowsOf = no_rows) -> None:
     """Load a checkpoint into a state dict. Nothing that the files name is run. Collective."""
-    dcp.load(state, storage_reader=PlainReader(folder), planner=PlainLoadPlanner(rows_of))
+    reader = folder if isinstance(folder, PlainReader) else PlainReader(folder)
+    dcp.load(state, storage_reader=reader, planner=PlainLoadPlanner(rows_of))
 
 
 def load_slices(slices: "Mapping[str, ChunkedTensor | torch.Tensor]", reader: FileSystemReader) -> None:

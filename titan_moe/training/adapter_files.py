@@ -20,12 +20,12 @@ def shapes_and_factors(model: ModelConfig) -> tuple[Shapes, dict[str, Factors]]:
     return {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}, factors_of(built)
 
 
-def export_adapter(checkpoint: Path, folder: Path, *, is_fused: bool = False) -> None:
-    """Write the adapter of a checkpoint, in this process alone.
+def export_adapter(checkpoint: Path, folder: Path, *, is_fused: bool = False, is_ema: bool = False) -> None:
+    """Write the adapter of a checkpoint, or with `is_ema` its average, in this process alone.
 
     Raises: HuggingFaceError for a checkpoint or a form that there is not. Then nothing is left behind.
     """
     model = hf_convert.model_of(checkpoint)
     shapes, factors = shapes_and_factors(model)
     with hf_export.converting(folder):
-        hf_convert.export_adapter(model, shapes, checkpoint, folder, factors, is_fused=is_fused)
+        hf_convert.export_adapter(model, shapes, checkpoint, folder, factors, is_fused=is_fused, is_ema=is_ema)

@@ -49,9 +49,10 @@ class Loaded(NamedTuple):
 
 
 @contextmanager
-def loaded(recipe: Recipe, *, sizes_forwards: bool = False) -> Iterator[Loaded]:
-    """The model of a recipe with the weights of its `checkpoint.load_from`, in evaluation mode. With `sizes_forwards`,
-    `train.seq_len_tokens` is the size of a forward, of several texts or of a part of one. Collective.
+def loaded(recipe: Recipe, *, sizes_forwards: bool = False, is_ema: bool = False) -> Iterator[Loaded]:
+    """The model of a recipe with the weights of its `checkpoint.load_from`, or with `is_ema` their averages, in
+    evaluation mode. With `sizes_forwards`, `train.seq_len_tokens` is the size of a forward, of several texts or of a
+    part of one. Collective.
 
     Raises: RecipeError or HuggingFaceError if the recipe cannot run here, or the checkpoint is of another model.
     """
@@ -69,7 +70,7 @@ def loaded(recipe: Recipe, *, sizes_forwards: bool = False) -> Iterator[Loaded]:
             load_hf(parts, source.removeprefix(HUGGING_FACE), recipe.checkpoint.load_without)
         else:
             try:
-                load_weights(parts, Path(source), dist.new_group(backend="gloo"))
+                load_weights(parts, Path(source), dist.new_group(backend="gloo"), is_ema=is_ema)
             except CheckpointMismatch as error:
                 raise RecipeError([str(error)]) from error
         with evaluating(parts), capacity.unbounded():
@@ -109,7 +110,9 @@ class Text(NamedTuple):
     """Whether an end token follows it."""
 
 
-def generate(recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], sampling: Sampling) -> list[Text]:
+def generate(
+    recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], sampling: Sampling, *, is_ema: bool = False
+) -> list[Text]:
     """Continue texts, or answer conversations: ranks of dp compute some of them each, and all get all. Collective.
 
     Raises: RecipeError or HuggingFaceError if the model cannot be loaded, or a prompt has no token.
@@ -122,7 +125,7 @@ def generate(recipe: Recipe, prompts: Sequence[str] | Sequence[Conversation], sa
         raise RecipeError([problem])
     starts, texts = range(0, len(ids), sampling.batch_size), []
     batches = [range(start, min(start + sampling.batch_size, len(ids))) for start in starts]
-    with loaded(_with_room(recipe, ids, sampling), sizes_forwards=True) as use:
+    with loaded(_with_room(recipe, ids, sampling), sizes_forwards=True, is_ema=is_ema) as use:
         if not hasattr(use.model, "generate"):
             raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`'])
         generator = torch.Generator(use.device).manual_seed(sampling.seed)
@@ -229,7 +232,9 @@ class Evaluation(NamedTuple):
         return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
 
 
-def evaluate(sources: Sequence[tuple[str, Recipe]], *, all_sequences: bool, held_out: bool) -> list[Evaluation]:
+def evaluate(
+    sources: Sequence[tuple[str, Recipe]], *, all_sequences: bool, held_out: bool, is_ema: bool = False
+) -> list[Evaluation]:
     """Evaluate one model on each source, whose recipes differ in `[data]` alone. Collective.
 
     With `held_out` on what its run validates, each set under its name, and the mean that the run logs, else on all of
@@ -238,7 +243,7 @@ def evaluate(sources: Sequence[tuple[str, Recipe]], *, all_sequences: bool, held
     Raises: RecipeError or HuggingFaceError if the model cannot be loaded or the data not be read.
     """
     results = []
-    with loaded(sources[0][1]) as use:
+    with loaded(sources[0][1], is_ema=is_ema) as use:
         meshes, group = use.meshes, dist.new_group(backend="gloo")
         for name, recipe in sources:
             loader = _loader(recipe, use, group, held_out=held_out, all_sequences=all_sequences)
