@@ -7,7 +7,7 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import planning
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.choice.hardware import find_hardware, gpus_here
-from titan_moe.plan.choice.recompute import choose_recompute, is_auto, limit_gib, with_entries
+from titan_moe.plan.choice.recompute import choose_recompute, is_auto, with_entries
 from titan_moe.plan.cost.count import count_parameters, training_flops_per_token
 from titan_moe.plan.cost.memory import arena_bytes_per_rank
 from titan_moe.plan.cost.rates import rates_of
@@ -37,7 +37,7 @@ def check_data(recipe: Recipe, world_size: int, gpu: str | None = None) -> dict[
     on_gpu = recipe.run.device != "cpu" and is_counted
     found["gpu"] = device if on_gpu else None
     found["memory_gib"] = _memory(resolved) if on_gpu else None
-    found["limit_gib"] = round(limit_gib(hardware, recipe.run.ranks_per_gpu), 2) if on_gpu and hardware else None
+    found["limit_gib"] = round(hardware.free_gib(recipe.run.ranks_per_gpu), 2) if on_gpu and hardware else None
     rates = rates_of(device) if on_gpu and resolved.num_microbatches else None
     found["speed"] = _speed(predict(resolved, rates)) if rates else None
     return found

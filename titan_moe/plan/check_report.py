@@ -315,7 +315,7 @@ def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None, devices: list[st
 
         lines += warn_of_excess(recipe, world_size, need, [device])
         if not lines and gpu and (hardware := find_hardware(gpu)):
-            lines = [f"{need(recipe, world_size):.3g} GiB fit the {hardware.memory_gib:g} GiB of {gpu}"]
+            lines = [f"{need(recipe, world_size):.3g} GiB fit {hardware.room(gpu)}"]
     return [("", line) for line in lines]
 
 

@@ -86,18 +86,18 @@ of changes the sum. Fields that change what is trained, other than the rounding 
 
 
 def warn_of_excess(recipe: Recipe, world_size: int, need: Need, devices: list[str]) -> Iterator[str]:
-    """A line for each device that has less memory than the recipe needs, with the nearest changes that fit. Of a device
-    that is not known nothing is said."""
+    """A line for each device with less memory free than the recipe needs, with the nearest changes that fit. Of an
+    unknown device nothing is said."""
     needed, search = need(recipe, world_size), _Search(recipe, world_size, need)
     for device in devices:
         hardware = find_hardware(device)
-        if hardware is None or needed <= hardware.memory_gib:
+        if hardware is None or needed <= hardware.free_gib():
             continue
-        excess = f"WARNING: {needed:.3g} GiB exceed the {hardware.memory_gib:g} GiB of {device}"
-        if ways := search.ways(hardware.memory_gib):
+        excess = f"WARNING: {needed:.3g} GiB exceed {hardware.room(device)}"
+        if ways := search.ways(hardware.free_gib()):
             yield f"{excess}; {'; or '.join(map(search.in_words, ways))}"
         else:
-            yield f"{excess}; {search.why_none(hardware.memory_gib)}"
+            yield f"{excess}; {search.why_none(hardware.free_gib())}"
 
 
 class _Search:

@@ -21,7 +21,7 @@ from titan_moe.config.recompute import AUTO
 from titan_moe.config.rules import check_rules, rules_of
 from titan_moe.config.trainable import trains_all
 from titan_moe.plan.choice.hardware import Hardware, find_hardware
-from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, limit_gib, with_entries
+from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, with_entries
 from titan_moe.plan.cost.block_time import Times, head_times, layer_times
 from titan_moe.plan.cost.count import count_parameters
 from titan_moe.plan.cost.messages import sharding_exposed
@@ -131,7 +131,7 @@ class _Search:
     ) -> None:
         self.fixed, self.refusal, self.is_allowed = fixed, "", False
         self.recipe, self.world_size, self.rates, self.hardware = recipe, world_size, rates, hardware
-        self.limit = limit_gib(hardware, recipe.run.ranks_per_gpu)
+        self.limit = hardware.free_gib(recipe.run.ranks_per_gpu)
         self.tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / world_size
         parameters = count_parameters(recipe.model)
         self.num_experts = parameters["experts"]

@@ -8,6 +8,7 @@ from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import in_toml
 from titan_moe.plan.beyond import describe_beyond
+from titan_moe.plan.choice.hardware import find_hardware
 from titan_moe.plan.search import Found, Result
 from titan_moe.plan.speed_report import parts_in_words
 
@@ -65,7 +66,9 @@ def describe_plan(result: Result, recipe: Recipe, world_size: int, gpu: str) -> 
     if not result.found and result.refusal:
         return f"{head}: all layouts break a rule ({tried}), such as: {result.refusal}"
     if not result.found:
-        return f"{head}: no layout fits ({tried}); --fit finds the fewest GPUs that hold it"
+        hardware, ranks = find_hardware(gpu), recipe.run.ranks_per_gpu
+        room = f" {hardware.room('', ranks)}" if hardware else ""
+        return f"{head}: no layout fits{room} ({tried}); --fit finds the fewest GPUs that hold it"
     columns = ("tokens/s/GPU", "MFU %", "GiB", "messages %", "bubble %", "hours", "GPU-hours", "layout")
     rows = [columns, *(_cells(found, world_size) for found in result.found)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(columns) - 1)]

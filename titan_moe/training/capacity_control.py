@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_moe.plan.choice.recompute import USABLE_SHARE
+from titan_moe.plan.choice.hardware import USABLE_SHARE
 from titan_moe.training.controller import Changes, Controller
 from titan_moe.training.peak_memory import PeakMemory
 

@@ -9,15 +9,12 @@ from support.calls import CALLS_OF_A_SECOND, count_calls
 
 from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.recompute import RECOMPUTABLE, of_entries
-from titan_moe.plan.choice.hardware import Hardware, find_hardware
+from titan_moe.plan.choice.hardware import OUTSIDE_GIB, USABLE_SHARE, Hardware, find_hardware
 from titan_moe.plan.choice.recompute import (
     GROWN_FACTOR,
-    OUTSIDE_GIB,
-    USABLE_SHARE,
     _Search,
     choose_recompute,
     is_auto,
-    limit_gib,
     with_entries,
 )
 from titan_moe.plan.resolved import Resolved
@@ -54,7 +51,7 @@ def test_all_of_a_step_is_kept_on_gpus_of_141_gb(name: str) -> None:
     assert is_auto(recipe) and choice.entries == () and choice.fits
     assert choice.gib == pytest.approx(max(gib_of(with_entries(recipe, ()), 8)))
     (line,) = choice.lines()
-    assert line == f"nothing: {choice.gib:.3g} GiB of {choice.limit_gib:.3g} at the peak of a step"
+    assert line == f"nothing: {choice.gib:.3g} GiB at the peak of a step fit {gpu('NVIDIA H200').room()}"
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite"])
@@ -64,13 +61,13 @@ def test_parts_make_a_step_fit_on_gpus_of_80_gb(name: str) -> None:
     resolved = with_entries(recipe, choice.entries)
     assert check_rules(resolved, 8) == [] and "block" not in of_entries(choice.entries, 48).layers
     (gib,) = gib_of(resolved, 8)
-    assert gib == pytest.approx(choice.gib) and choice.fits and gib <= limit_gib(hardware)
+    assert gib == pytest.approx(choice.gib) and choice.fits and gib <= hardware.free_gib()
     (before,) = gib_of(with_entries(recipe, ()), 8)
-    assert before > 1.5 * limit_gib(hardware)
+    assert before > 1.5 * hardware.free_gib()
     *rows, verdict = choice.lines()
     assert len(rows) == len(of_entries(choice.entries, recipe.model.num_layers).layers)
     assert all(" layer" in row and ": frees " in row and row.endswith(" ms a step") for row in rows)
-    assert verdict == f"with them {gib:.3g} GiB of {limit_gib(hardware):.3g} at the peak of a step"
+    assert verdict == f"with them {gib:.3g} GiB at the peak of a step fit {hardware.room()}"
 
 
 def test_a_step_that_does_not_fit_gets_the_lowest_peak() -> None:
@@ -80,15 +77,15 @@ def test_a_step_that_does_not_fit_gets_the_lowest_peak() -> None:
     lowest = min(max(gib_of(with_entries(recipe, entries), 8)) for entries in (("block",), ("norms", "experts")))
     assert not choice.fits and choice.gib <= lowest * (1 + 1e-9)
     assert choice.lines()[-1].endswith(
-        f"{choice.gib:.3g} GiB do NOT fit the {choice.limit_gib:.3g} at the peak of a step"
+        f"{choice.gib:.3g} GiB at the peak of a step do NOT fit {gpu('NVIDIA H100').room()}"
     )
 
 
 def test_ranks_that_share_a_gpu_share_its_memory() -> None:
-    assert limit_gib(gpu("NVIDIA H200"), 2) == limit_gib(gpu("NVIDIA H200")) / 2
+    assert gpu("NVIDIA H200").free_gib(2) == gpu("NVIDIA H200").free_gib() / 2
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
     shared = replace(recipe, run=replace(recipe.run, ranks_per_gpu=2))
-    assert choose_recompute(shared, 8, gpu("NVIDIA H200")).limit_gib == limit_gib(gpu("NVIDIA H200"), 2)
+    assert choose_recompute(shared, 8, gpu("NVIDIA H200")).limit_gib == gpu("NVIDIA H200").free_gib(2)
 
 
 @pytest.mark.parametrize("name", ON_EIGHT)
@@ -130,9 +127,9 @@ def test_ranks_of_a_pipeline_that_fit_compute_nothing_again(schedule: str, share
     assert check_rules(changed, 32) == [] and max(after) == pytest.approx(choice.gib) and choice.fits
     for rank in range(4):
         own = [name for name, layers in again.items() if layers & search._layers(name, rank)]
-        assert bool(own) == (before[rank] > limit_gib(hardware)), (rank, own)
+        assert bool(own) == (before[rank] > hardware.free_gib()), (rank, own)
         assert own or after[rank] == before[rank]
-    assert any(gib <= limit_gib(hardware) for gib in before)
+    assert any(gib <= hardware.free_gib() for gib in before)
 
 
 def test_experts_of_a_pipeline_keep_the_rule_of_their_arena() -> None:

@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+USABLE_SHARE, OUTSIDE_GIB = 0.97, 1.9
+"""Of a GPU's memory: what a capacity that follows the load leaves for fragmentation (training/capacity_control.py), and
+what the CUDA context, NCCL and other libraries allocate beside PyTorch."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -16,6 +20,17 @@ class Hardware:
     """Of copies to or from pinned memory, in one direction, while other GPUs of the host copy too. Measured on H100s,
     where both directions at once take as long as one after the other; else by the generation of PCIe."""
     link_bytes_per_second: float  # peak bandwidth of NVLink in one direction; between nodes it is slower
+
+    def free_gib(self, ranks_per_gpu: int = 1) -> float:
+        """What the peak of a rank may be: the memory that the CUDA context, NCCL and a reserve leave. All that asks
+        whether a step fits asks this."""
+        return (self.memory_gib * USABLE_SHARE - OUTSIDE_GIB) / ranks_per_gpu
+
+    def room(self, device: str = "", ranks_per_gpu: int = 1) -> str:
+        """The same in words."""
+        free, memory = self.free_gib(ranks_per_gpu), self.memory_gib / ranks_per_gpu
+        place = f" on {device}" if device else ""
+        return f"the {free:.3g} GiB that are free of {memory:.4g}{place} (context, NCCL and a reserve have the rest)"
 
 
 # The first entry whose words all occur is taken, so variants stand before their family.

@@ -23,9 +23,6 @@ from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.resolved import Resolved
 
-USABLE_SHARE, OUTSIDE_GIB = 0.97, 1.9
-"""Of a GPU's memory: what a capacity that follows the load leaves for fragmentation (training/capacity_control.py), and
-what libraries allocate beside PyTorch."""
 GROWN_FACTOR = 1.25
 """The capacity factor that there is to be room for: that of natural loads, which "auto" follows."""
 GEMM_SHARE, MEMORY_SHARE, LINK_SHARE = 0.6, 0.4, 0.6
@@ -45,14 +42,15 @@ class Choice:
     entries: tuple[str, ...]
     gib: float  # the peak of the rank that needs most, with room for the load to grow
     limit_gib: float
+    room: str  # the limit in words
     rows: tuple[str, ...]  # a line for each part, with what it frees and costs
 
     def lines(self) -> list[str]:
         """In words."""
         if not self.entries:
-            return [f"nothing: {self.gib:.3g} GiB of {self.limit_gib:.3g} at the peak of a step"]
-        verdict = "of" if self.fits else "do NOT fit the"
-        return [*self.rows, f"with them {self.gib:.3g} GiB {verdict} {self.limit_gib:.3g} at the peak of a step"]
+            return [f"nothing: {self.gib:.3g} GiB at the peak of a step fit {self.room}"]
+        verdict = "fit" if self.fits else "do NOT fit"
+        return [*self.rows, f"with them {self.gib:.3g} GiB at the peak of a step {verdict} {self.room}"]
 
     @property
     def fits(self) -> bool:
@@ -70,11 +68,6 @@ def with_entries(recipe: Recipe, entries: tuple[str, ...]) -> Recipe:
     return replace(recipe, memory=replace(recipe.memory, recompute=entries))
 
 
-def limit_gib(hardware: Hardware, ranks_per_gpu: int = 1) -> float:
-    """What the peak of a rank may be."""
-    return (hardware.memory_gib * USABLE_SHARE - OUTSIDE_GIB) / ranks_per_gpu
-
-
 def choose_recompute(recipe: Recipe, world_size: int, hardware: Hardware) -> Choice:
     """The cheapest parts with which a step fits; where none fits, those with the lowest peak."""
     return _Search(recipe, world_size, hardware).choose()
@@ -83,7 +76,8 @@ def choose_recompute(recipe: Recipe, world_size: int, hardware: Hardware) -> Cho
 class _Search:
     def __init__(self, recipe: Recipe, world_size: int, hardware: Hardware) -> None:
         self.recipe, self.world_size, self.hardware = with_entries(recipe, ()), world_size, hardware
-        self.limit = limit_gib(hardware, recipe.run.ranks_per_gpu)
+        self.limit = hardware.free_gib(recipe.run.ranks_per_gpu)
+        self.room = hardware.room("", recipe.run.ranks_per_gpu)
         self.factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
         self.number = recipe.model.num_blocks
         self._gib_of = lru_cache(None)(self._gib)
@@ -101,7 +95,7 @@ class _Search:
         """The cheapest of the plans that fit; else the one with the lowest peak."""
         base = self.gib({})
         if max(base) <= self.limit:
-            return Choice((), max(base), self.limit, ())
+            return Choice((), max(base), self.limit, self.room, ())
         options = self._options(base)
         names = [name for name, *_ in options]
         plans = [self._take(options, {heavy, other}) for heavy in ("experts", "moe_act") for other in ("", *names)]
@@ -118,7 +112,7 @@ class _Search:
             share = self._share(name, chosen)
             frees, costs = f"{freed[name] * share:.2g} GiB", f"{self.cost_ms(name) * share:.2g} ms a step"
             rows.append(f"{name} in {counted(len(chosen), 'layer')}: frees {frees}, costs about {costs}")
-        return Choice(entries_of(layers, self.number), max(peaks), self.limit, tuple(rows))
+        return Choice(entries_of(layers, self.number), max(peaks), self.limit, self.room, tuple(rows))
 
     def _take(self, options: list[Option], without: Collection[str]) -> Plan:
         """Options in their order, on the ranks that need it, until a step fits; the last in as few layers as do."""
