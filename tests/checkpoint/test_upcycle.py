@@ -9,16 +9,24 @@ import pytest
 import torch
 from support.hf_twins import DENSE_TWINS, dense_twin
 
+from titan_moe.checkpoint.find import find_checkpoint, recipe_to_use
 from titan_moe.checkpoint.hf import load_hf, save_hf
 from titan_moe.checkpoint.hf_folder import HuggingFaceError
 from titan_moe.checkpoint.hf_names.dense import DENSE
 from titan_moe.checkpoint.hf_recipe import read_model, upcycled_text
+from titan_moe.checkpoint.masters import MasterState
+from titan_moe.checkpoint.weights import saved_shapes
 from titan_moe.cli import main
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parse import load_recipe
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.upcycle import UpcycleConfig
+from titan_moe.layers.init import init_weights
 from titan_moe.models.transformer import Transformer
+from titan_moe.parallel import masters
+from titan_moe.parameters import full_tensor
+from titan_moe.training import use
 
 MOES = {
     "whole": (MoEConfig(5, 3, 42), 1),
@@ -84,6 +92,42 @@ def test_noise_tells_copies_apart(tmp_path: Path) -> None:
         assert difference.std().item() == pytest.approx(0.02, rel=0.1)
         assert torch.equal(tensor[0], tensor[2])
         assert not torch.equal(noisy[name][0], noisy[name][2])
+
+
+@pytest.mark.parametrize(("name", "how"), [("shared", UpcycleConfig(2)), ("sigmoid", UpcycleConfig(3, 0.1))])
+def test_split_masters_have_all_bits(name: str, how: UpcycleConfig, tmp_path: Path) -> None:
+    """Also where down projections are scaled, and copies have noise."""
+    dense_twin("llama").save_pretrained(tmp_path)
+    model = dense_model(tmp_path, MOES[name][0], num_dense_layers=1)
+    expected = upcycled(tmp_path, model, how)
+    split = Transformer(model, kernels=Kernels(experts="reference")).bfloat16()
+    masters.apply(split, PrecisionConfig(master="fp32_split"))
+    init_weights(split, 1, 0.02, 2)
+    load_hf(split, tmp_path, upcycle=how, seed=1)
+    state = MasterState([split]).state_dict()
+    for name, parameter in expected.named_parameters():
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], parameter), name
+
+
+def test_a_run_without_its_frozen_weights_is_used(tmp_path: Path) -> None:
+    """They are the dense model's, but for routers, which are drawn and so are saved."""
+    dense_twin("llama").save_pretrained(tmp_path / "dense")
+    (tmp_path / "upcycled.toml").write_text(upcycled_text(tmp_path / "dense", 4, 2))
+    words = "--run.device=cpu --run.seed=1 --train.steps=1 --train.seq_len_tokens=16 --train.global_batch_sequences=2 "
+    words += "--train.micro_batch_sequences=2 --optim.kind=adamw --precision.compute=fp32 --precision.master=fp32 "
+    words += "--precision.moments=master --perf.kernels=reference --checkpoint.export_hf_at_end=false "
+    words += '--optim.trainable=["*.attention.*"] --data.source=synthetic --data.path= --data.tokenizer= '
+    words += f"--metrics.tensorboard=false --checkpoint.saves_frozen=false --run.folder={tmp_path / 'run'}"
+    assert main(["train", str(tmp_path / "upcycled.toml"), *words.split()]) == 0
+    found = find_checkpoint(tmp_path / "run")
+    saved = {name.split(".", 2)[-1] for name in saved_shapes(found.folder)[0] if name.startswith("layers.1.")}
+    assert "feed_forward.router.weight" in saved
+    assert "feed_forward.experts.down" not in saved
+    recipe = recipe_to_use(found, ["--run.device=cpu", "--perf.kernels=reference"])
+    expected = upcycled(tmp_path / "dense", recipe.model, UpcycleConfig(2)).state_dict()
+    with use.loaded(recipe) as loaded:
+        for name, tensor in loaded.parts[0].state_dict().items():
+            assert ".attention." in name or torch.equal(full_tensor(tensor), expected[name]), name
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -154,6 +154,11 @@ BROKEN = {
         "--checkpoint.load_from=hf:dense --checkpoint.upcycle.granularity=1 --model.adapter.rank=8",
         "checkpoint.upcycle.granularity = 1 cannot be had with adapters (model.adapter.rank = 8)",
     ),
+    "noise_is_saved": (
+        "--checkpoint.load_from=hf:dense --checkpoint.upcycle.granularity=1 --checkpoint.upcycle.noise_std=0.1 "
+        '--checkpoint.saves_frozen=false --optim.trainable=["*.router.*"]',
+        "checkpoint.upcycle.noise_std = 0.1 with checkpoint.saves_frozen = false",
+    ),
     "frozen_weights_are_somewhere": (
         "--model.adapter.rank=8 --checkpoint.saves_frozen=false",
         'checkpoint.saves_frozen = false needs frozen weights, and checkpoint.load_from = "" with them',

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.checkpoint.find import HUGGING_FACE
+from titan_moe.config.train import RunConfig
+from titan_moe.config.upcycle import NO_UPCYCLING, UpcycleConfig
 
 ENDINGS = (".safetensors", ".distcp")
 SAMPLE_BYTES = 1 << 20
@@ -28,6 +30,15 @@ def lacks(recipe: Mapping[str, Any]) -> str:
         "it has no frozen weights (checkpoint.saves_frozen = false): they are those of its base, "
         f"checkpoint.load_from = {origin!r}"
     )
+
+
+def how_read(recipe: Mapping[str, Any]) -> tuple[tuple[str, ...], UpcycleConfig, int]:
+    """How a run has read its base from Hugging Face, as `load_hf` takes it: what it left out, how it made experts of
+    dense MLPs, and the seed."""
+    section = "checkpoint.upcycle."
+    upcycle = {name: recipe[f"{section}{name}"] for name in vars(NO_UPCYCLING) if f"{section}{name}" in recipe}
+    skipped = tuple(recipe.get("checkpoint.load_without", ()))
+    return skipped, UpcycleConfig(**upcycle), recipe.get("run.seed", RunConfig.seed)
 
 
 def fingerprint(folder: Path) -> str:

@@ -28,6 +28,7 @@ from titan_moe.checkpoint.merged import factor_names, frozen_names
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.read import CheckpointMismatch, load_weights_of, read_fitting, verified
 from titan_moe.checkpoint.rng import RngState
+from titan_moe.checkpoint.upcycle import is_drawn
 from titan_moe.checkpoint.weights import weight_of
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.resume import compare, flatten
@@ -92,7 +93,8 @@ class Checkpointer:
         parts = [part for part in model_parts if part.state_dict()]  # a stage may be empty
         self.model_state = MasterState(parts)
         if not self.config.saves_frozen:
-            self.model_state.left_out = frozen_names(parts)
+            frozen, drawn = frozen_names(parts), self.config.upcycle.granularity > 0
+            self.model_state.left_out = frozenset(name for name in frozen if not (drawn and is_drawn(name)))
         self.manager = build_checkpoint_manager(
             self.folders.root,
             model_parts=parts,

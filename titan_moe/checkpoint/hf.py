@@ -90,7 +90,7 @@ def load_hf(
             reader = reader_of(source, own)
             agree(partial(_load_pieces, weights, own, reader, split), path, group)
             if upcycle.granularity:
-                agree(partial(load_experts, weights, experts, upcycle, seed, reader), path, group)
+                agree(partial(load_experts, weights, experts, upcycle, seed, reader, split), path, group)
     return skipped
 
 

@@ -44,7 +44,7 @@ def load_weights(parts: Sequence[nn.Module], folder: Path, group: dist.ProcessGr
     _check_base(folder, manifest, group)
     origin = str(manifest.recipe["checkpoint.load_from"])
     if origin.startswith(HUGGING_FACE):
-        load_hf(list(parts), base.path_of(origin), manifest.recipe.get("checkpoint.load_without", ()))
+        load_hf(list(parts), base.path_of(origin), *base.how_read(manifest.recipe))
     else:
         verified(base.path_of(origin), "restore it from a copy", group)
         load_weights_of(whole, base.path_of(origin), group, frozenset(factor_names(whole)))

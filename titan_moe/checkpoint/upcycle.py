@@ -4,7 +4,7 @@ A matrix of an expert is a part of one on disk, of which copies read the same. A
 and copies it in memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from titan_moe.checkpoint.codes import load_numbers
 from titan_moe.checkpoint.hf_names.dense import DENSE, dense_family
 from titan_moe.checkpoint.hf_names.family import Family, different_fields
 from titan_moe.checkpoint.hf_names.names import NotOnDisk, Piece, Shape, split_name
@@ -26,8 +27,8 @@ EXPERTS, SHARED = "feed_forward.experts", "feed_forward.shared_experts"
 GATE_UP, DOWN = f"{EXPERTS}.gate_up", f"{EXPERTS}.down"
 SHARED_GATE_UP, SHARED_DOWN = f"{SHARED}.gate_up.weight", f"{SHARED}.down.weight"
 ROUTER = "feed_forward.router.weight"
-NOT_READ = {f"feed_forward.router.{buffer}": NotOnDisk() for buffer in ("expert_bias_E", "token_experts_VK")}
-NOT_READ |= dict.fromkeys((ROUTER, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN), NotOnDisk())
+NOT_READ = {ROUTER: NotOnDisk(), "feed_forward.router.expert_bias_E": NotOnDisk()}
+NOT_READ |= dict.fromkeys((GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN), NotOnDisk())
 """What a dense checkpoint has no tensor of its own for."""
 
 
@@ -37,6 +38,11 @@ class Part(NamedTuple):
     piece: Piece
     begin: Shape
     """Its place there."""
+
+
+def is_drawn(name: str) -> bool:
+    """Whether a tensor is one that the dense checkpoint does not give: other devices draw other numbers."""
+    return split_name(name)[1] == ROUTER
 
 
 def family_to_upcycle(config: Mapping[str, Any]) -> Family:
@@ -100,9 +106,26 @@ def on_disk(parts: Iterable[Part]) -> list[Piece]:
 
 
 def load_experts(
-    weights: Weights, parts: Iterable[Part], how: UpcycleConfig, seed: int, reader: FileSystemReader
+    weights: Weights,
+    parts: Sequence[Part],
+    how: UpcycleConfig,
+    seed: int,
+    reader: FileSystemReader,
+    split: Mapping[str, Tensor],
 ) -> None:
-    """Fill this rank's experts and routers. Routers and noise are those of the seed, under any layout."""
+    """Fill this rank's experts and routers; those in `split` have split masters, and are filled layer by layer in fp32.
+    Routers and noise are those of the seed, under any layout."""
+
+    def fill(tensors: dict[str, Tensor]) -> None:
+        _fill(
+            weights._replace(tensors=tensors), [part for part in parts if part.piece.ours in tensors], how, seed, reader
+        )
+
+    fill({name: tensor for name, tensor in weights.tensors.items() if name not in split})
+    load_numbers(split, [name for name in split if split_name(name)[1] in NOT_READ], fill)
+
+
+def _fill(weights: Weights, parts: Iterable[Part], how: UpcycleConfig, seed: int, reader: FileSystemReader) -> None:
     chunks = weights.chunks()
     views: dict[tuple[str, Shape], list[Tensor]] = {}
     shapes: dict[str, Shape] = {}

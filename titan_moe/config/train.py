@@ -337,8 +337,8 @@ class CheckpointConfig:
     `["mtp"]`; without this they are refused by name. Exports list them."""
     saves_frozen: bool = True
     """Save frozen weights too. With `false` a checkpoint has what trains, with its moments, and a resume reads the rest
-    from `load_from` again, and refuses other content. `titan-moe export --adapter` takes such a checkpoint; other
-    commands need a whole one."""
+    from `load_from` again, and refuses other content. `titan-moe generate`, `evaluate` and `export --adapter` take
+    such a checkpoint; other commands need a whole one."""
     load_adapter: str = ""
     """Folder with the files of a PEFT adapter, with which the adapters of a run begin whose folder has no checkpoint.
     Names, ranks and scales must be those of `model.adapter`."""

@@ -58,14 +58,15 @@ upcycled_scores_have_one_sum = row(
 
 @rule(
     "an expert computes what the dense MLP does with the same units, and nothing else is in a block",
-    f"{GRANULARITY} model.moe.score_on latent_size shared_expert_gate expert_mlp_bias router_bias swiglu_limit "
-    "swiglu_alpha swiglu_up_offset model.mtp.num_depths model.norm_placement model.class",
+    f"{GRANULARITY} model.moe.hash_layers score_on latent_size shared_expert_gate expert_mlp_bias router_bias "
+    "swiglu_limit swiglu_alpha swiglu_up_offset model.mtp.num_depths model.norm_placement model.class",
 )
 def upcycled_experts_are_parts_of_the_mlp(recipe: Recipe, world_size: int) -> Iterator[str]:
     model, plain = recipe.model, SwiGLU()
     if not _is_used(recipe):
         return
     needs: dict[str, bool] = {
+        "moe.hash_layers": not model.moe.hash_layers,
         "moe.score_on": model.moe.score_on == "activation",
         "moe.latent_size": model.moe.latent_size == 0,
         "moe.shared_expert_gate": not model.moe.shared_expert_gate or model.moe.shared_ffn_hidden_size == 0,
@@ -83,11 +84,15 @@ def upcycled_experts_are_parts_of_the_mlp(recipe: Recipe, world_size: int) -> It
 
 
 upcycled_weights_train = row(
-    "adapters and checkpoints without frozen weights have their base in a folder, and upcycled weights are in none",
-    lambda r: _is_used(r) and (r.model.adapter.is_used or not r.checkpoint.saves_frozen),
-    "{checkpoint.upcycle.granularity} cannot be had with adapters ({model.adapter.rank}), nor with "
-    "{checkpoint.saves_frozen}",
-    "checkpoint.upcycle.granularity model.adapter.rank checkpoint.saves_frozen",
+    "adapters have their base in a folder, and upcycled weights are in none",
+    lambda r: _is_used(r) and r.model.adapter.is_used,
+    "{checkpoint.upcycle.granularity} cannot be had with adapters ({model.adapter.rank})",
+    "checkpoint.upcycle.granularity model.adapter.rank",
+)
+noise_is_saved = row(
+    "a checkpoint without frozen weights reads them from the dense model, and noise is drawn anew on another device",
+    lambda r: _is_used(r) and r.checkpoint.upcycle.noise_std > 0 and not r.checkpoint.saves_frozen,
+    "{checkpoint.upcycle.noise_std} with {checkpoint.saves_frozen}",
 )
 
 UPCYCLE_RULES = rules_in(globals())
