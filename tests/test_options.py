@@ -166,6 +166,7 @@ KEPT = {
     "model.moe.aux_losses.global_batch": "Qwen3; arXiv:2501.11873",
     "model.moe.z_loss_coef": "ST-MoE, OLMoE",
     "model.moe.hash_layers": "DeepSeek-V4",
+    "model.moe.hash_table": "tables by frequency or by clusters of words, as arXiv:2106.04426 compares",
     "model.moe.capacity_factor": "Switch, GShard, Megatron: steps of one size",
     "model.moe.bias_update_speed": "DeepSeek-V3",
     "model.moe.bias_ema": "quantile balancing",

@@ -370,6 +370,10 @@ BROKEN = {
         "--model.moe.hash_layers=[0,1]",
         "model.moe.hash_layers = [0, 1] must be different MoE layers of model.num_layers = 4",
     ),
+    "hash_table_has_layers": (
+        "--model.moe.hash_table=table.npy",
+        'model.moe.hash_table = "table.npy" has no effect with model.moe.hash_layers = []',
+    ),
     "hash_layers_drop_nothing": (
         "--model.moe.hash_layers=[1] --model.moe.capacity_factor=1",
         "model.moe.hash_layers = [1] with model.moe.capacity_factor = 1",

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from titan_moe.config.balance import AuxLosses
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.mtp import MTPConfig
-from titan_moe.layers.hash_router import HashRouter, balanced_table
+from titan_moe.layers.hash_router import HashRouter, balanced_table, fill_tables
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
 from titan_moe.models.part import part_of
@@ -150,6 +152,21 @@ def test_tables_are_of_the_seed_and_the_layer_and_saved() -> None:
     wrong = one.state_dict() | {f"{ROUTERS[0]}.token_experts_VK": torch.full((WORDS, TOP_K), 2)}
     with pytest.raises(ValueError, match=r"needs 3 different experts below 5 for each token id, and has \[2, 2, 2\]"):
         other.load_state_dict(wrong)
+
+
+def test_tables_come_from_a_file(tmp_path: Path) -> None:
+    model, tables_LVK = model_of(), np.stack([balanced_table(WORDS, TOP_K, EXPERTS, key).numpy() for key in "ab"])
+    np.save(tmp_path / "all.npy", tables_LVK)
+    np.save(tmp_path / "one.npy", tables_LVK[0].astype(np.uint16))
+    for file, expected in (("all.npy", tables_LVK), ("one.npy", tables_LVK[[0, 0]])):
+        fill_tables([model], MOE.hash_layers, str(tmp_path / file))
+        tables = [model.get_buffer(f"{name}.token_experts_VK").numpy() for name in ROUTERS]
+        assert np.array_equal(np.stack(tables), expected)
+    np.save(tmp_path / "short.npy", tables_LVK[:, 1:])
+    with pytest.raises(ValueError, match=r"has \[2, 30, 3\]; it must be \[31, 3\] or \[2, 31, 3\]"):
+        fill_tables([model], MOE.hash_layers, str(tmp_path / "short.npy"))
+    with pytest.raises(ValueError, match=r"hash_table = .*none.npy' cannot be read"):
+        fill_tables([model], MOE.hash_layers, str(tmp_path / "none.npy"))
 
 
 def test_nothing_balances_these_layers() -> None:

@@ -17,10 +17,11 @@ WORDS = ("bytes", "plain")
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The recipe of a run whose data was found: names of a hub, of file types and of tokenizers stay as they are. The
     run folder too: a recipe in it means its own place."""
-    d, v, load_from = recipe.data, recipe.validation, recipe.checkpoint.load_from
+    m, d, v, load_from = recipe.model, recipe.data, recipe.validation, recipe.checkpoint.load_from
     prefix = HUGGING_FACE if load_from.startswith(HUGGING_FACE) else ""
     return replace(
         recipe,
+        model=replace(m, moe=replace(m.moe, hash_table=_absolute(m.moe.hash_table))),
         data=replace(
             d,
             path=d.path if d.files else _of_source(d.path, d.source),

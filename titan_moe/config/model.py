@@ -107,6 +107,9 @@ class MoEConfig:
     (hash layers, arXiv:2106.04426; `num_hash_layers` of DeepSeek-V4). The learned scores of these experts weigh them.
     The table is drawn from the seed, with equally many token ids for each expert, and saved with the weights. Balancing
     losses, the z-loss and biases leave these layers alone."""
+    hash_table: str = ""
+    """A .npy file with the table, which a run reads instead of drawing it: integers [vocab_size, top_k] for all of
+    `hash_layers`, or [layers, vocab_size, top_k] in their order. Checkpoints have it: a resume may set this to ""."""
 
     capacity_factor: float = 0.0
     """Capacity of an expert for tokens of one forward of a rank, over its balanced share: `ceil(tokens * top_k /

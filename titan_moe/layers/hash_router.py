@@ -4,9 +4,11 @@ B batch · N sequence · V vocabulary · E experts · K choices a token
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +97,32 @@ def check_table(table_VK: Tensor, num_experts: int, name: str) -> None:
             f"{name} needs {table_VK.shape[1]} different experts below {num_experts} for each token id, and has "
             f"{table_VK[token].tolist()} for token {token}"
         )
+
+
+def fill_tables(parts: Iterable[nn.Module], layers: Sequence[int], path: str) -> None:
+    """Give these layers of a model, or of this rank's stages of one, the tables of a .npy file: integers [V, K] for
+    all, or [layers, V, K].
+
+    Raises: ValueError for a file that cannot be read, or is of other tables.
+    """
+    try:
+        array = np.load(Path(path).expanduser(), mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f'model.moe.hash_table = {path!r} cannot be read: {error}; a resume may set it to ""'
+        ) from error
+    for part in parts:
+        for name, router in part.named_modules():
+            if not isinstance(router, HashRouter):
+                continue
+            own = router.token_experts_VK
+            if array.shape not in (tuple(own.shape), (len(layers), *own.shape)):
+                shapes = f"{list(own.shape)} or {[len(layers), *own.shape]}"
+                raise ValueError(f"model.moe.hash_table = {path!r} has {list(array.shape)}; it must be {shapes}")
+            place = layers.index(int(name.split(".")[1])) if array.ndim == 3 else ...
+            table_VK = torch.from_numpy(np.array(array[place]))
+            check_table(table_VK, len(router.expert_bias_E), f"model.moe.hash_table = {path!r}")
+            own.copy_(table_VK)
 
 
 def routes_by_token(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_moe.adapters import frozen, low_rank, stored
 from titan_moe.compile import regional
-from titan_moe.config import Recipe
+from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.clones import cost_slots
 from titan_moe.config.context import ring_backend, sequence_shard
 from titan_moe.config.kernels import Kernels
@@ -20,6 +20,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.layers.forced_routing import force_load
+from titan_moe.layers.hash_router import fill_tables
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.mtp import loss_sums_of
 from titan_moe.memory import offload, recompute
@@ -80,6 +81,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     queue = WeightGradQueue() if resolved.splits_backward else None
     replicas = replica_slots(resolved)
     parts = build_parts(model, resolved, meshes, device, capacity, queue, replicas)
+    if recipe.model.moe.hash_table:
+        _fill_tables(parts, recipe)
     may_freeze = recipe.model.class_ != ModelConfig.class_ or not trains_all(recipe.model, recipe.optim.trainable)
     if recipe.parallel.pp > 1 and may_freeze:
         check_parts(parts, recipe)
@@ -121,6 +124,14 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         memory=memory,
     )
     return Assembly(meshes, whole, parts, optimizers, schedule, runner)
+
+
+def _fill_tables(parts: list[nn.Module], recipe: Recipe) -> None:
+    """Raises: RecipeError for tables that do not fit."""
+    try:
+        fill_tables(parts, recipe.model.moe.hash_layers, recipe.model.moe.hash_table)
+    except ValueError as error:
+        raise RecipeError([str(error)]) from error
 
 
 def _force_load(parts: list[nn.Module], recipe: Recipe, step: torch.Tensor) -> bool:

@@ -136,6 +136,11 @@ hash_layers_are_moe_layers = row(
     "{model.moe.hash_layers} must be different MoE layers of {model.num_layers}",
     "model.moe.hash_layers model.num_layers",
 )
+hash_table_has_layers = row(
+    "the table is of layers that take experts by token",
+    lambda r: r.model.moe.hash_table and not r.model.moe.hash_layers,
+    "{model.moe.hash_table} has no effect with {model.moe.hash_layers}",
+)
 hash_layers_drop_nothing = row(
     "experts that a table gives are taken whole",
     lambda r: r.model.moe.hash_layers and r.model.moe.capacity_factor > 0,
