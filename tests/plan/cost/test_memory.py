@@ -33,6 +33,15 @@ def test_state_bytes_have_the_average_of_weights(master: Any) -> None:
     assert state_bytes(with_average) - state_bytes(own) == own_bytes * count_parameters(MODEL).total
 
 
+def test_state_bytes_have_the_tables_of_hash_layers_on_their_stage() -> None:
+    plain = Recipe(model=replace(MODEL, num_layers=4), parallel=ParallelConfig(pp=2))
+    hashed = replace(plain, model=replace(plain.model, moe=replace(MODEL.moe, hash_layers=(0, 1))))
+    pairs = zip(Resolved(hashed, 2).parts, Resolved(plain, 2).parts, strict=True)
+    table = 4 * MODEL.vocab_size * MODEL.moe.top_k
+    assert [state_bytes(own) - state_bytes(without) for own, without in pairs] == [2 * table, 0]
+    assert "softmax scores, 2 layers by token id (0.00391 MiB of tables)" in describe(hashed, 2)
+
+
 @pytest.mark.parametrize(
     ("parallel", "world_size", "dense_ranks", "expert_ranks"),
     [
