@@ -80,7 +80,7 @@ def _memory(resolved: Resolved) -> dict[str, float]:
         "arena": arena,
         "shared": resolved.shared_bytes,
         "on_host": resolved.parked_bytes,
-        "peak": resolved.peak_bytes(factor) + resolved.shared_bytes,
+        "peak": resolved.peak_bytes(factor) + resolved.outside_bytes,
     }
     return {name: round(size / 2**30, 3) for name, size in sizes.items()}
 

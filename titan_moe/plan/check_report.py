@@ -248,6 +248,8 @@ def _memory(resolved: Resolved) -> str:
     during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
     shared = resolved.shared_bytes / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""
+    if of_nccl := (resolved.outside_bytes - resolved.shared_bytes) / 2**30:
+        among_ranks += f" {of_nccl:.3g} GiB of NCCL's buffers for Muon's messages and"
     among_ranks += f" {resolved.parked_bytes / 2**30:.3g} GiB on the host and" if recipe.memory.park != "none" else ""
     rank = "on the ranks that have most" if recipe.parallel.pp > 1 else "a rank"
     return f"{gib:.3g} GiB {rank}: {kept};{during_a_step}{among_ranks} activations come on top"
@@ -320,8 +322,8 @@ def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None, devices: list[st
 
 
 def _peak_gib(resolved: Resolved) -> float:
-    """The peak of a step, with the memory that ranks share; in a pipeline on the rank that has most."""
-    return (resolved.peak_bytes(resolved.usual_factor) + resolved.shared_bytes) / 2**30
+    """The peak of a step, with what is outside PyTorch's allocator; in a pipeline on the rank that has most."""
+    return (resolved.peak_bytes(resolved.usual_factor) + resolved.outside_bytes) / 2**30
 
 
 def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from titan_moe.config.parallel import ParallelSizes, resolve
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import recompute_of
 from titan_moe.plan.choice.formats import IN_COMPUTE, choose_formats
-from titan_moe.plan.cost import memory
+from titan_moe.plan.cost import memory, muon
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.peak import peak_bytes
 from titan_moe.plan.pipeline import weight_grads
@@ -60,6 +60,11 @@ class Resolved:
     workspace_bytes = _derived(memory.workspace_bytes)
     splits_backward = _derived(weight_grads.splits_backward)
     stages = _derived(stages_of)
+
+    @cached_property
+    def outside_bytes(self) -> float:
+        """GPU memory of a rank outside PyTorch's allocator: what ranks share, and what NCCL needs for Muon."""
+        return self.shared_bytes + max(map(muon.connection_bytes, self.parts))
 
     @property
     def kernels(self) -> Kernels:

@@ -307,7 +307,7 @@ class _Search:
             entries = choice.entries
         resolved, prediction = self._predicted(candidate, recipe, entries)
         factor = resolved.recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
-        gib = (resolved.peak_bytes(factor) + resolved.shared_bytes) / 2**30
+        gib = (resolved.peak_bytes(factor) + resolved.outside_bytes) / 2**30
         return Found(candidate, recipe, resolved, prediction, gib, entries) if gib <= self.limit else None
 
     def _predicted(self, candidate: Candidate, recipe: Recipe, entries: tuple[str, ...]) -> tuple[Resolved, Prediction]:
@@ -319,7 +319,7 @@ class _Search:
         recipe = resolve_clones(with_entries(recipe, entries), self.world_size)
         pp = recipe.parallel.pp
         resolved = Resolved(recipe, self.world_size)
-        own = (self.limit * 2**30) - resolved.shared_bytes
+        own = (self.limit * 2**30) - resolved.outside_bytes
         factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
         parts = (part_of(recipe, self.world_size, rank) for rank in dict.fromkeys((0, pp - 1)))
         return all(peak_bytes(part, factor, resolved.experts) <= own for part in parts)

@@ -89,7 +89,7 @@ class _Search:
     def _gib(self, entries: tuple[str, ...]) -> list[float]:
         resolved = Resolved(with_entries(self.recipe, entries), self.world_size)
         peaks = (peak_bytes(part, self.factor, resolved.experts) for part in resolved.parts)
-        return [(peak + resolved.shared_bytes) / 2**30 for peak in peaks]
+        return [(peak + resolved.outside_bytes) / 2**30 for peak in peaks]
 
     def choose(self) -> Choice:
         """The cheapest of the plans that fit; else the one with the lowest peak."""

@@ -52,7 +52,7 @@ def describe_pipeline(resolved: Resolved, capacity_factor: float) -> Iterator[st
         held = " + ".join(name_modules(stages[stage]) for stage in resolved.stages_of_rank(rank))
         memory = f"{state_bytes(part) / 2**30:.3g} GiB"
         if resolved.recipe.run.device != "cpu":
-            peak = peak_bytes(part, capacity_factor, resolved.experts) + resolved.shared_bytes
+            peak = peak_bytes(part, capacity_factor, resolved.experts) + resolved.outside_bytes
             memory += f", about {peak / 2**30:.3g} GiB at the peak"
         pairs = f"; {name_pairs(resolved.actions[rank])}" if p.overlap == "microbatch" else ""
         yield f"pp rank {rank}: {held}; microbatches in flight {part.num_in_flight:.3g}{pairs}; {memory}"
