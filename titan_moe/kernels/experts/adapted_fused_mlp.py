@@ -5,12 +5,12 @@ r rank
 
 Physics: the passes of passes.py without `dw`, and 18·R·r·(D + F) FLOPs, bound by memory. Products with the first
 factors, and gradients of factors, read rows and activations or their gradients once each (low_rank.py), or are made
-where these are (low_rank_backward.py); rows are gathered
-while they are read, 2·R·D bytes that mostly come from the L2 cache. Products with the second factors are added to the
-sums of the GEMMs of weights, so neither pre-activations, results of slots nor gradients are written or read for them.
-Kept for backward are x, the pre-activation and a slot's products with A, 2·S·D + 2·R·(2·F + 3·r) bytes in bf16.
-Weights may be codes with scales: the numbers of one are made for its product (kernels/formats/stored.py). The host
-reads nothing, and sizes are static. The reference is adapted_mlp.py with GEMMs of grouped_mm.py.
+where these are (low_rank_backward.py). Rows are gathered while they are read, 2·R·D bytes that mostly come from the L2
+cache. Products with the second factors are added to the sums of the GEMMs of weights, so neither pre-activations,
+results of slots nor gradients are written or read for them. Kept for backward are x, the pre-activation and a slot's
+products with A, 2·S·D + 2·R·(2·F + 3·r) bytes in bf16. Weights may be codes with scales: the numbers of one are made
+for its product (kernels/formats/stored.py). The host reads nothing, and sizes are static. The reference is
+adapted_mlp.py with GEMMs of grouped_mm.py.
 """
 
 from dataclasses import dataclass
