@@ -23,7 +23,7 @@ MAX_BLOCK = 32
 """Columns of the rank at a time: sums of three factors take registers."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _backward_kernel(
     dactive_ptr, hidden_ptr, scores_ptr, offsets_ptr, dlow_ptr, low_ptr, dhidden_ptr, dscores_ptr, da_ptr, db_ptr,
     num_slots, F: tl.constexpr, RANK: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
