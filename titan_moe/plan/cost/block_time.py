@@ -158,9 +158,9 @@ class _Block:
 
     def _blockwise(self, row: Module) -> float:
         """By how much longer a module takes in blocks than in rows."""
-        is_blockwise = row.path in self.codes and row.part is not None
-        is_blockwise = is_blockwise and self.recipe.precision.format_of(row.part) == "fp8_blockwise"
-        return BLOCKWISE if is_blockwise else 1.0
+        if row.part is None or row.path not in self.codes:
+            return 1.0
+        return BLOCKWISE if self.recipe.precision.format_of(row.part) == "fp8_blockwise" else 1.0
 
     def _adapter(self, row: Module, load: float) -> Passes:
         """The low-rank factors beside a module."""
