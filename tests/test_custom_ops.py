@@ -50,6 +50,7 @@ from titan_moe.dispatch.symm_mem import mlp as symm_mem_mlp
 from titan_moe.dispatch.symm_mem.dispatcher import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem.fused import SymmMemFusedDispatcher
 from titan_moe.dispatch.symm_mem.memory import SymmMemory
+from titan_moe.kernels.attention.max_logits import ALL_CAUSAL
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
@@ -64,7 +65,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
-from titan_moe.parallel.ring_attention import RingAttention
+from titan_moe.parallel.ring_attention import RingAttention, RingMaxLogits
 from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
 from titan_moe.parallel.unsharded_experts import UnshardedWeights
@@ -219,6 +220,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     q, k, v = (torch.randn(2, 4, heads, 8, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     backend = ring_backend("auto", device.type, head_dim=8, is_deterministic=False)
     RingAttention(group, backend)(q, k, v, Context(q, q, None), 1.0).sum().backward()
+    RingMaxLogits(group, "torch")(q, k, 1.0, ALL_CAUSAL)
     return capacities
 
 

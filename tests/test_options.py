@@ -229,6 +229,7 @@ KEPT = {
     "optim.muon.nesterov": "Muon",
     "optim.muon.ns_steps": "Muon",
     "optim.muon.adjust_lr": "Muon: Moonlight's and Keller Jordan's are both in use",
+    "optim.qk_clip.alpha": "QK-clip: how its factor is divided between queries and keys",
     "optim.muon.lr_scale": "Muon: matrices under `original` want other rates than the rest",
     "optim.beta1": "AdamW",
     "optim.beta2": "AdamW",

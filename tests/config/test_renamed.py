@@ -165,7 +165,8 @@ moe_sinkhorn                            no field
 dynamic_context_parallel                no field
 fp8_param_gather                        no field
 refit_method                            no field
-qk_clip                                 no field
+qk_clip                                 optim.qk_clip
+qk_clip_threshold                       optim.qk_clip.threshold
 reset_attention_mask                    data.document_attention
 accumulate_allreduce_grads_in_fp32      precision.reduce
 first_last_layers_bf16                  precision.num_layers_at_start_in_compute

@@ -540,6 +540,30 @@ BROKEN = {
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
     "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'precision.master = "fp32" has no optim.kind = "adamw"'),
+    "alpha_needs_a_threshold": (
+        "--optim.qk_clip.alpha=0.4",
+        "optim.qk_clip.alpha = 0.4 has no effect with optim.qk_clip.threshold = 0",
+    ),
+    "clipped_logits_are_not_normed": (
+        "--optim.qk_clip.threshold=100 --model.attention.qk_norm=true",
+        "optim.qk_clip.threshold = 100 scales projections, whose results model.attention.qk_norm = true norms",
+    ),
+    "clipped_logits_are_not_clamped": (
+        "--optim.qk_clip.threshold=100 --model.attention.clip_qkv=8",
+        "optim.qk_clip.threshold = 100 scales projections, whose results model.attention.clip_qkv = 8 clamps",
+    ),
+    "clipped_attention_is_ours": (
+        "--optim.qk_clip.threshold=100 --model.class=my_package:MyModel",
+        'optim.qk_clip.threshold = 100 does not support model.class = "my_package:MyModel"',
+    ),
+    "clipped_weights_train": (
+        "--optim.qk_clip.threshold=100 --optim.trainable=*.router.*",
+        "optim.qk_clip.threshold = 100 needs weights that all train, but model.adapter.rank = 0 and optim.trainable",
+    ),
+    "clipped_masters_are_on_the_device": (
+        "--optim.qk_clip.threshold=100 --optim.kind=fused_adamw --precision.master=fp32_split --memory.park=states",
+        'optim.qk_clip.threshold = 100 does not support memory.park = "states" with precision.master = "fp32_split"',
+    ),
     "options_of_muon_have_an_effect": (
         "--optim.muon.momentum=0.9",
         'optim.muon.momentum = 0.9 has no effect with optim.kind = "adamw"',

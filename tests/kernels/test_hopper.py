@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
+from titan_moe.kernels.attention.max_logits import launch as launch_max_logits
 from titan_moe.kernels.clones.plan import launch_plan
 from titan_moe.kernels.experts.bias_grads import add_bias_scores, expert_sums
 from titan_moe.kernels.experts.fp8 import swiglu as fp8_swiglu
@@ -219,6 +220,12 @@ def biased_expert_up(copies: TileSchedule | None, usual_slots: int | None = None
     return expert_up(*rows, schedule=copies, bias=half(E, 2, 2880), activation=GPT_OSS)
 
 
+def logits_of_heads(heads: int, shared: int, width: int, *limits: Any) -> Tensor:
+    """`limits` are places of queries, documents, the window and the chunk."""
+    q, k = (half(4, S // 4, number, width) for number in (heads, heads // shared))
+    return launch_max_logits(q, k, *limits, 0.1, True)
+
+
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
     "clamped_expert_up": lambda: expert_up(
@@ -365,6 +372,12 @@ GEMMS: dict[str, Callable[[], object]] = {
         f"block_linear_grad_{o}_by_{i}": partial(weight_grad_of_linear, S, o, i)
         for o, i in ((1536, 7168), (24_576, 1536), (4096, 512), (128, 2048))
     },
+    "max_logits": lambda: logits_of_heads(32, 8, 128, None, None, 0, 0),
+    "max_logits_of_mla": lambda: logits_of_heads(16, 1, 192, None, None, 0, 0),
+    "max_logits_wide": lambda: logits_of_heads(16, 2, 256, None, None, 128, 0),
+    "max_logits_of_documents": lambda: logits_of_heads(
+        16, 2, 128, index(S // 4).long(), index(4, S // 4).long(), 0, 1024
+    ),
 }
 """Kernels that are bound by the tensor cores, and must use them."""
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 4

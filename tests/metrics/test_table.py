@@ -16,7 +16,7 @@ KNOWN = {metric.name: 1.0 for metric in METRICS} | {
     "overload": {"max": 1.25},
     "rerun_share": 0.5,
     "forced_load": "skewed",
-} | dict.fromkeys(("skipped_steps", "spikes", "bad_rows", "rerun_steps"), 1)  # fmt: skip
+} | dict.fromkeys(("skipped_steps", "spikes", "bad_rows", "rerun_steps", "clipped_heads"), 1)  # fmt: skip
 
 
 def test_names_are_given_once() -> None:
@@ -26,7 +26,7 @@ def test_names_are_given_once() -> None:
 
 def test_records_have_what_is_known_of_a_recipe() -> None:
     recipe, missing = Recipe(), {"graph_recordings", "expert_clones", "bad_rows", "forced_load", "epoch"}
-    missing |= {"router_entropy", "bias_spread", "dropped_share"}
+    missing |= {"router_entropy", "bias_spread", "dropped_share", "max_attention_logit", "clipped_heads"}
     recorded = [metric.name for metric in METRICS if metric.is_recorded]
     assert list(record_of(7, KNOWN, recipe)) == ["step", *(name for name in recorded if name not in missing)]
     assert record_of(7, {"mfu": None, "other": 1}, recipe) == {"step": 7, "mfu": None}
@@ -56,7 +56,7 @@ def test_words_are_in_one_order() -> None:
     assert words_of(KNOWN, "GPU") == [
         "loss 1.0000", "aux 1.00e+00", "norm 1.000", "lr 1.00e+00", "epoch 1.00", "1 tokens/s/GPU", "1 TFLOP/s",
         "MFU 100.0%", "1.00 GiB", "1 ms", "expert load 1.50", "2 idle experts",
-        "dropped 100.00%", "overload 1.25",
+        "dropped 100.00%", "max logit 1.0", "1 head clipped", "overload 1.25",
         "SKIPPED 1 step, where gradients were not finite", "SKIPPED 1 spike", "SKIPPED 1 bad row",
         "1 step rerun (50.0%)", "FORCED LOAD: SKEWED", "validation loss 1.0000",
     ]  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.swiglu import SwiGLU
+from titan_moe.kernels.attention.max_logits import Pairs
 from titan_moe.kernels.clones.plan import plan_clones_reference
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
 from titan_moe.kernels.optim.accumulate import BLOCK
@@ -328,6 +329,30 @@ def heads_of_latents(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
 
 
+def pairs_of_heads(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Queries and keys, their scale and which pairs are visible."""
+
+    def sample(name: str, shape: tuple[int, ...], keys: int = 0, **limits: Any) -> Sample:
+        batch, length, num_heads, shared, width = shape
+        sizes = (length, num_heads, width), (keys or length, num_heads // shared, width)
+        q, k = (torch.randn(batch, *size, device=device, dtype=dtype) for size in sizes)
+        return Sample(name, (q, k, 0.3, Pairs(**limits)), 0)
+
+    documents_BN = torch.tensor([[0] * 20 + [1] * 33, [0] * 40 + [1] * 13], device=device)
+    places_Q = torch.tensor([*range(5, 15), *range(43, 53)], device=device)
+    first = sample("odd", (2, 53, 9, 3, 6))
+    return [
+        first,
+        sample("widths_of_mla", (1, 37, 2, 1, 192)),
+        sample("window", (1, 53, 3, 1, 24), window=7),
+        sample("chunks", (1, 53, 3, 1, 40), chunk=9),
+        sample("own_queries_of_documents", (2, 20, 4, 2, 16), 53, positions_Q=places_Q, document_ids_BN=documents_BN),
+        sample("all_pairs", (1, 10, 2, 2, 16), 40, is_causal=False),
+        sample("no_sequence", (0, 5, 2, 1, 8)),
+        Sample("strided", (*strided(*first.args[:2]), *first.args[2:]), 0),
+    ]
+
+
 def heads(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     """Queries, keys and values; the tables are scaled by 1.2, as YaRN scales them."""
 
@@ -548,6 +573,7 @@ SAMPLES = {
     "router_logits": Samples(logits),
     "route_tokens": Samples(routing, FP32, outputs=flat_routing),
     "latent_heads": Samples(heads_of_latents),
+    "max_logits": Samples(pairs_of_heads, outputs=lambda logits_H: (logits_H.nan_to_num(neginf=0.0),)),
     "norm_and_rotate": Samples(heads),
     "linear_cross_entropy": Samples(labels),
     "fused_cross_entropy": Samples(labels_of_fused_loss),

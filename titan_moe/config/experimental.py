@@ -72,6 +72,7 @@ EXPERIMENTAL = (
     Experimental("model.mtp.repeats_layer", True, _ON_CPUS_ALONE, lambda recipe: recipe.model.mtp.num_depths > 1),
     Experimental("checkpoint.upcycle.granularity", 1, _ON_CPUS_ALONE),
     Experimental("optim.kind", "muon", "not timed on several GPUs"),
+    Experimental("optim.qk_clip.threshold", 1, _ON_CPUS_ALONE),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),
     Experimental("precision.gradients", "bf16", "its losses are not measured"),

@@ -94,7 +94,7 @@ def _as_comment(text: str) -> str:
 def _purpose(key: Key) -> str:
     """The purpose of a field, and one line for each value that its docstring or its table explains."""
     purpose, _ = split_values(docstring_of(key))
-    if key.type in (bool, int):
+    if key.type in (bool, int, float):
         purpose += "".join(f" {said}." for said in key.experimental.values())
     values = {in_toml(value): text for value, text in _explained_values(key).items()}
     width = max(map(len, values), default=0) + 1

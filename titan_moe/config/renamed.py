@@ -213,6 +213,9 @@ SPELLINGS = {
     "optim.muon.nesterov": "muon_use_nesterov muon_nesterov",
     "optim.muon.ns_steps": "muon_num_ns_steps muon_ns_steps",
     "optim.muon.adjust_lr": "muon_scale_mode adjust_lr_fn",
+    "optim.qk_clip.threshold": "qk_clip_threshold qk_clip_balancing_threshold",
+    "optim.qk_clip.threshold (true -> 100.0)": "muon_qk_clip log_max_attention_logit",
+    "optim.qk_clip.alpha": "qk_clip_alpha",
     "optim.lr": "learning_rate max_lr peak_lr",
     "optim.min_lr_ratio": "min_lr_factor min_lr_rate cosine_min_lr_ratio",
     "optim.min_lr_ratio (min_lr / lr)": "min_lr",
@@ -347,9 +350,6 @@ ABSENT = {
     "the ranks of cp are those of the recipe in every microbatch, so that each has one shape; packing evens lengths, "
     "and data.document_attention skips what other documents have": "dynamic_context_parallel hybrid_context_parallel "
     "dynamic_cp hybrid_cp max_seqlen_per_dp_cp_rank max_seqlen_per_cp_rank",
-    "no kernel of attention returns its largest logits, by which Muon would clip queries and keys; "
-    "model.attention.qk_norm bounds them": "qk_clip muon_qk_clip qk_clip_alpha qk_clip_threshold "
-    "qk_clip_balancing_threshold log_max_attention_logit",
     'weights that an optimizer updates are at least bf16; precision.master = "fp32_split" takes two bytes beside bf16 '
     "ones, precision.format computes in fp8, and model.adapter.base keeps frozen ones as codes": "fp8_param_gather "
     "fp8_param fp8_params fp8_primary_weights fp8_model_init enable_fp8_primary_weights "

@@ -9,6 +9,7 @@ from titan_moe.config.forced_loads import FORCED_LOADS, NO_LOAD
 from titan_moe.config.mixture import MixtureSource
 from titan_moe.config.muon import MuonConfig
 from titan_moe.config.parameter_groups import ParameterGroup
+from titan_moe.config.qk_clip import QKClipConfig
 from titan_moe.config.schema import OneOf, Table
 from titan_moe.config.upcycle import UpcycleConfig
 
@@ -113,6 +114,8 @@ class OptimConfig:
     """
     muon: MuonConfig = field(default_factory=MuonConfig)
     """Of `kind = "muon"`."""
+    qk_clip: QKClipConfig = field(default_factory=QKClipConfig)
+    """Bounds the attention logits by the weights of queries and keys."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
+from titan_moe.kernels.attention.max_logits import MaxLogits, max_logits, max_logits_reference
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.fused_mlp import FusedMLP, biased_expert_mlp, fused_expert_mlp, with_activation
@@ -33,6 +34,7 @@ from titan_moe.kernels.router.routing import RouteTokens, route_tokens_reference
 PERMUTE: dict[str, Permute] = {"torch": sort_by_expert, "triton": counting_sort}
 ROUTER_LOGITS: dict[str, RouterLogits] = {"torch": router_logits_reference, "triton": router_logits}
 ROUTE_TOKENS: dict[str, RouteTokens] = {"torch": route_tokens_reference, "triton": route_tokens}
+MAX_LOGITS: dict[str, MaxLogits] = {"torch": max_logits_reference, "triton": max_logits}
 LATENT_HEADS = {"torch": latent_heads_reference, "triton": latent_heads}
 NORM_AND_ROTATE = {"torch": norm_and_rotate_reference, "triton": norm_and_rotate}
 CROSS_ENTROPY: dict[str, CrossEntropy] = {"torch": linear_cross_entropy, "triton": fused_cross_entropy}

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
+from titan_moe.kernels.attention.max_logits import ALL_CAUSAL, Pairs
 from titan_moe.layers.kv_cache import LayerCache
 from titan_moe.layers.mask import Mask
 from titan_moe.layers.qk_norm_rope import QKNormRope
@@ -55,6 +56,7 @@ class Context(NamedTuple):
     has_rope: bool = True
     query_factors_N: Tensor | None = None  # fp32; None: one
     tokens_BN: Tensor | None = None  # those that a router of this rank has, where it routes by them
+    pairs: Pairs = ALL_CAUSAL  # those of the mask, where the model `describes_pairs`
 
     @property
     def of_experts(self) -> tuple[Tensor | None, ...]:

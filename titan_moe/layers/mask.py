@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
+from titan_moe.kernels.attention.max_logits import Pairs
+
 BLOCK_TOKENS = 128
 """Queries and keys of a block. The tile sizes of FlexAttention's kernels divide it."""
 
@@ -49,6 +51,12 @@ class MaskSpec(NamedTuple):
         """Whether the mask is plain causal."""
         is_whole = self.query_positions_Q is None and self.query_positions_BQ is None
         return is_whole and self.document_ids_BN is None and not (self.has_window or self.has_chunks)
+
+    @property
+    def pairs(self) -> Pairs:
+        """The same for kernels that need no mask; not of queries that differ by row."""
+        window, chunk = self.window if self.has_window else None, self.chunk if self.has_chunks else None
+        return Pairs(True, window, chunk, self.query_positions_Q, self.document_ids_BN)
 
     @property
     def num_queries(self) -> int:

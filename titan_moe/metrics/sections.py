@@ -11,7 +11,7 @@ SECTION_OF = {
     for section, names in {
         "moe": "aux_loss expert_load idle_experts router_entropy bias_spread overload busiest_rank "
         "capacity expert_clones dropped_share",
-        "optim": "lr grad_norm",
+        "optim": "lr grad_norm max_attention_logit clipped_heads",
         "progress": "tokens_seen epoch bad_rows",
         "speed": "tokens_per_second_per_gpu tflops_per_gpu mfu step_ms memory_gib",
         "steps": "skipped_steps rerun_steps rerun_share spikes graph_recordings",

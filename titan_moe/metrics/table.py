@@ -36,6 +36,8 @@ class StepNumbers(NamedTuple):
     bias_spread: Callable[[Tensor], Tensor] = torch.zeros_like  # of this rank's routers, given the loss
     num_dropped: Callable[[Tensor], Tensor] = torch.zeros_like  # assignments of this rank's tokens, given the loss
     all_dropped: Tensor | None = None  # of all ranks; None until they are summed, and where nothing is dropped
+    max_logit: Callable[[Tensor], Tensor] = torch.zeros_like  # of this rank's attention layers, given the loss
+    num_clipped: Callable[[Tensor], Tensor] = torch.zeros_like  # query heads that QK-clip scales, one rank's of each
     mtp_K2: Tensor | None = None  # of this rank: the loss of each depth of multi-token prediction, and its label tokens
 
 
@@ -90,6 +92,14 @@ def _moves_bias(recipe: Recipe) -> bool:
     return _has_experts(recipe) and recipe.model.moe.moves_bias
 
 
+def _clips_qk(recipe: Recipe) -> bool:
+    return recipe.optim.qk_clip.is_used
+
+
+def _clipped(record: Record) -> object:
+    return (number := record["clipped_heads"]) and f"{counted(number, 'head')} clipped"
+
+
 SET_OF_VALIDATION = "validation_loss/"
 """Begins the name of the metric of one of `validation.sets`."""
 EPOCH_OF_SOURCE = "epoch/"
@@ -118,6 +128,8 @@ METRICS = (
     Metric("dropped_share", lambda r: (s := r["dropped_share"]) and f"dropped {s:.2%}", _dropped_share, when=_drops),
     Metric("router_entropy", "", lambda step: share_entropy(step.share_sums), when=_has_experts),
     Metric("bias_spread", "", lambda step: step.bias_spread(step.loss), "max", when=_moves_bias),
+    Metric("max_attention_logit", "max logit {:.1f}", lambda step: step.max_logit(step.loss), "max", when=_clips_qk),
+    Metric("clipped_heads", _clipped, lambda step: step.num_clipped(step.loss), "total", when=_clips_qk),
     Metric("overload", "overload {[max]:.2f}"),
     Metric("busiest_rank"),
     Metric("skipped_steps", _skipped("skipped_steps", "step", ", where gradients were not finite")),

@@ -55,6 +55,8 @@ class Transformer(nn.Module, TextGenerator):
     is_counting = False
     """Whether forwards are for the counts of routers alone: all blocks run, those of multi-token prediction too, and no
     head; hidden states are returned."""
+    describes_pairs = False
+    """Whether contexts say which pairs of queries and keys a mask has, beside the mask."""
     query_shard: SequenceShard = WHOLE_SEQUENCES
     """The tokens whose queries attend on this rank; those of a forward, or of whole sequences."""
 
@@ -171,11 +173,22 @@ class Transformer(nn.Module, TextGenerator):
             chunks = self.query_shard.slices(num_tokens)
             positions_Q = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
-        def mask(window: int, chunk: int) -> Mask:
-            spec = MaskSpec(num_tokens, window, document_ids_BN, device, positions_Q, chunk=chunk)
+        def spec_of(window: int, chunk: int) -> MaskSpec:
+            return MaskSpec(num_tokens, window, document_ids_BN, device, positions_Q, chunk=chunk)
+
+        def mask(*span: int) -> Mask:
+            spec = spec_of(*span)
             return self.make_mask(spec) if self.masks_all_layers or not spec.is_causal_only else None
 
-        return self._by_layer(num_tokens, device, positions_Q, mask)
+        contexts = self._by_layer(num_tokens, device, positions_Q, mask)
+        if not self.describes_pairs:
+            return contexts
+        spans = {name: self._span(int(name), num_tokens) for name in contexts}
+        return {name: context._replace(pairs=spec_of(*spans[name]).pairs) for name, context in contexts.items()}
+
+    def _span(self, layer: int, num_tokens: int) -> tuple[int, int]:
+        """The window and the chunk of a layer."""
+        return self.config.attention.window(layer, num_tokens), self.config.attention.chunk(layer, num_tokens)
 
     def with_tokens(self, contexts: dict[str, Context], tokens_BN: Tensor) -> dict[str, Context]:
         """Contexts, of which those of layers that route by token have the ids of this rank's routers. Routers have
@@ -220,7 +233,7 @@ class Transformer(nn.Module, TextGenerator):
             factors_N = factors_N if factors_N is None or places_N is None else factors_N[places_N]
             cos, sin = no_rotation(rotated.args)
             unrotated = partial(Context, cos, sin, has_rope=False, query_factors_N=factors_N)
-        spans = {i: (attention.window(i, num_tokens), attention.chunk(i, num_tokens)) for i in layers}
+        spans = {i: self._span(i, num_tokens) for i in layers}
         masks = {span: make_mask(*span) for span in set(spans.values())}
         contexts = {}
         for i, span in spans.items():

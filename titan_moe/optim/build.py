@@ -15,6 +15,7 @@ from titan_moe.optim.fused_adamw import FusedAdamW
 from titan_moe.optim.groups import decay_groups
 from titan_moe.optim.moments_8bit import copy_from_plain, is_8bit, to_plain
 from titan_moe.optim.muon import Muon, muon_matrices
+from titan_moe.optim.qk_clip import QKClip
 from titan_moe.parameters import fused_rows
 from titan_moe.titan import OptimizersContainer
 
@@ -85,6 +86,8 @@ class Optimizers(OptimizersContainer):
         # a stage may be empty, or frozen
         self.model_parts = [part for part in parts if any(it.requires_grad for it in part.parameters())]
         self.optimizers = [build(part, config, run) for part in self.model_parts]
+        self.clip: QKClip | None = None
+        """What scales weights after each update."""
         self.average = WeightAverage(self.optimizers, config.ema_decay) if config.ema_decay else None
         self._post_init([p for part in parts for p in part.parameters() if p.requires_grad], {})
 
@@ -103,6 +106,8 @@ class Optimizers(OptimizersContainer):
                 this as it reads them and leaves them unchanged; torch's AdamW changes them.
         """
         super().step(found_inf=found_inf, grad_factor=grad_factor)
+        if self.clip is not None:
+            self.clip(found_inf)
         if self.average is not None:
             self.average.update(found_inf)
 

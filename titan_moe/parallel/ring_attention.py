@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from titan_moe.kernels.attention.max_logits import ALL_CAUSAL, ALL_PAIRS, Pairs
+from titan_moe.kernels.choose import MAX_LOGITS
 from titan_moe.layers.attention import Context
 from titan_moe.parallel.attention_block import (
     AttendedBlock,
@@ -158,6 +160,35 @@ def _gradients(ctx: Any, dout_BnHD: Tensor, _: Any) -> tuple[Tensor | None, ...]
 
 
 _ring_attention.register_autograd(_gradients, setup_context=_save)
+
+
+class RingMaxLogits:
+    """`measure` of an attention layer of `RingAttention`: keys are passed around once more, without values."""
+
+    def __init__(self, group: dist.ProcessGroup, kernels: str) -> None:
+        self.group, self.kernels = group, kernels
+
+    def __call__(self, q_BnHD: Tensor, k_BnGD: Tensor, scale: float, pairs: Pairs) -> Tensor:
+        """The largest logits of this rank's queries and all keys that they see: [H]."""
+        return _ring_max_logits(q_BnHD, k_BnGD, scale, self.kernels, self.group.group_name)
+
+
+@torch.library.custom_op("titan_moe::ring_max_logits", mutates_args=())
+def _ring_max_logits(q_BnHD: Tensor, k_BnGD: Tensor, scale: float, kernels: str, group: str) -> Tensor:
+    ring, half, measure = _Ring(_resolve_process_group(group)), q_BnHD.shape[1] // 2, MAX_LOGITS[kernels]
+    k_BnGD = k_BnGD.contiguous()
+    largest_H = measure(q_BnHD, k_BnGD, scale, ALL_CAUSAL)
+    for step in range(1, ring.num_ranks):
+        k_BnGD = ring.pass_on(k_BnGD).wait()
+        is_before = ring.is_from_before(step)
+        q, k = (q_BnHD, k_BnGD[:, :half]) if is_before else (q_BnHD[:, half:], k_BnGD)
+        largest_H = torch.maximum(largest_H, measure(q, k, scale, ALL_PAIRS))
+    return largest_H
+
+
+@_ring_max_logits.register_fake
+def _(q_BnHD: Tensor, *_: Any) -> Tensor:
+    return q_BnHD.new_empty(q_BnHD.shape[2], dtype=torch.promote_types(q_BnHD.dtype, torch.float32))
 
 
 class _Arriving(NamedTuple):

@@ -32,7 +32,18 @@ from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.groups import check_groups
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
-from titan_moe.parallel import arena, context, expert, fsdp, masters, sequence, symm_memory, tensor, tensor_overlap
+from titan_moe.parallel import (
+    arena,
+    context,
+    expert,
+    fsdp,
+    masters,
+    qk_clip,
+    sequence,
+    symm_memory,
+    tensor,
+    tensor_overlap,
+)
 from titan_moe.parallel.balance import ExpertBalancer, count_experts
 from titan_moe.parallel.batch_counts import BatchCounts, sum_counts_of_batch
 from titan_moe.parallel.grads import ReplicatedGrads
@@ -89,6 +100,9 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     options = {"moments": moments, "seed": recipe.run.seed, "capturable": is_captured, "park": recipe.memory.park}
     optimizers = build_optimizer(parts, recipe.optim, **options)
+    if recipe.optim.qk_clip.is_used:
+        clip = recipe.optim.qk_clip, recipe.model.attention, meshes.stage_group, device
+        optimizers.clip = qk_clip.build_qk_clip(parts, *clip)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     tied = find_tied_embedding(parts, resolved, meshes, is_tied=is_tied)
     spikes = [Spikes(recipe.train.spike_sigmas, device)] if recipe.train.spike_sigmas else []
@@ -112,6 +126,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         tied=() if tied is None else tuple(tied.weights),
         replicated=list(_replicated_grads(recipe, meshes, optimizers, parts)),
         mtp=[sums for part in parts for sums in loss_sums_of(part)],
+        qk_clip=optimizers.clip,
         routing=routing,
     )
     memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes))
@@ -227,6 +242,9 @@ def build_parts(
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
         context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
+        if recipe.optim.qk_clip.is_used:  # of the heads and keys that these have left
+            of_heads = resolved.kernels.rotary
+            qk_clip.measure_logits(part, recipe.model.attention, recipe.parallel, meshes, of_heads)
         sum_counts_of_batch(part, meshes)
         weight_grads.apply(part, queue, recipe.compile, device)  # delays those of what will not be compiled
         borders = recompute.borders(part, resolved.recompute) | offload.borders(part, resolved.offload)

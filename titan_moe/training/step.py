@@ -18,6 +18,7 @@ from titan_moe.dispatch.clones.optional import ReplicaSlots
 from titan_moe.layers.mtp import LossSums
 from titan_moe.metrics.table import Metric, StepNumbers, finish_mtp, measure, measure_of_all
 from titan_moe.optim.build import Optimizers
+from titan_moe.optim.qk_clip import QKClip
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import ReplicatedGrads, clip_factor, grad_norm
 from titan_moe.parallel.mesh import Meshes
@@ -75,6 +76,8 @@ class TrainStep:
     """What tensor-parallel ranks sum, and ranks of etp."""
     mtp: Sequence[LossSums] = ()
     """The losses of multi-token prediction, on ranks that compute them."""
+    qk_clip: QKClip | None = None
+    """That of the optimizers, whose logits a step measures."""
     routing: StepRouting | None = None
     """That of `forward_backward`, where experts can be replayed."""
 
@@ -85,6 +88,8 @@ class TrainStep:
         self.capacity.reset()
         for sums in self.mtp:
             sums.reset_buffers()
+        if self.qk_clip is not None:
+            self.qk_clip.start()
         if self.routing is not None:
             self.routing.start(batch.tokens_MBN, batch.topk_ids_MBNLK)
         loss = self.forward_backward(batch, scale)
@@ -96,6 +101,9 @@ class TrainStep:
         now = StepNumbers(loss, aux_loss, num_labels, num_tokens, self.capacity, self.meshes.sizes.ep, {})
         of_routers = {"bias_spread": self.balancer.bias_spread, "num_dropped": self.balancer.num_dropped}
         now = now._replace(mtp_K2=mtp_K2, **of_routers)
+        if self.qk_clip is not None:
+            self.qk_clip.reduce()
+            now = now._replace(max_logit=self.qk_clip.largest, num_clipped=self.qk_clip.num_clipped)
         everyone = dict.fromkeys(("max", "total"), self.meshes.world_group)
         metrics = measure(self.metrics, now, {"sum": self.meshes.loss_group, **everyone})
         finish_mtp(metrics)

@@ -117,6 +117,14 @@ def _betas(given: Given) -> Mapping[str, Any]:
     return {"optim.beta1": first, "optim.beta2": second}
 
 
+def _qk_clip(given: Given) -> Mapping[str, Any]:
+    """Megatron's threshold counts with the flag alone."""
+    if not given.flag("qk_clip"):
+        return {}
+    threshold, alpha = given.number("qk_clip_threshold", 100.0), given.number("qk_clip_alpha", 0.5)
+    return {"optim.qk_clip.threshold": threshold, "optim.qk_clip.alpha": alpha}
+
+
 def _timeout(given: Given) -> Mapping[str, Any]:
     return {"run.step_timeout_minutes": given.number("comm.train_timeout_seconds") / 60}
 
@@ -285,6 +293,7 @@ ROWS = (
     Row("min_lr", _min_lr),
     Row("lr_scheduler.min_lr_factor", _titan_min_lr),
     Row("betas adam_betas", _betas),
+    Row("qk_clip qk_clip_threshold qk_clip_alpha", _qk_clip),
     Row("comm.train_timeout_seconds", _timeout),
     Row("data_path train_data_path mock_data split", _data),
     Row("tokenizer_type tokenizer_model", _tokenizer),

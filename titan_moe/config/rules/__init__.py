@@ -17,6 +17,7 @@ from titan_moe.config.rules.parallel import PARALLEL_RULES
 from titan_moe.config.rules.perf import PERF_RULES
 from titan_moe.config.rules.pipeline import PIPELINE_RULES
 from titan_moe.config.rules.precision import PRECISION_RULES
+from titan_moe.config.rules.qk_clip import QK_CLIP_RULES
 from titan_moe.config.rules.ranges import RANGE_RULES, has_excessive_numbers
 from titan_moe.config.rules.rule import Rule
 from titan_moe.config.rules.run import RUN_RULES
@@ -38,6 +39,7 @@ RULES: list[Rule] = [
     *TENSOR_RULES,
     *CONTEXT_RULES,
     *PERF_RULES,
+    *QK_CLIP_RULES,
     *MEMORY_RULES,
     *PRECISION_RULES,
     *TRAINABLE_RULES,

@@ -108,6 +108,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "min_lr_ratio": SHARE,
     },
     "optim.muon": {"momentum": SHARE_BELOW_ONE, "ns_steps": Range(1, 99), "lr_scale": ABOVE_ZERO},
+    "optim.qk_clip": {"threshold": ZERO_OR_MORE, "alpha": SHARE},
     "data": {
         "holdout_fraction": SHARE_BELOW_ONE,
         "mixture_temperature": ZERO_OR_MORE,
