@@ -15,7 +15,8 @@ from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
-from titan_moe.config.train import RunConfig, TrainConfig
+from titan_moe.config.qk_clip import QKClipConfig
+from titan_moe.config.train import OptimConfig, RunConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.plan.cost.offload import sent_bytes
 from titan_moe.run.process import process_group
@@ -111,6 +112,10 @@ CASES: dict[str, dict[str, Any]] = {
         "model": replace(
             RECIPE.model, moe=replace(RECIPE.model.moe, bias_update_speed=0.0, bias_update="quantile", bias_ema=0.25)
         )
+    },
+    "clipped logits": {
+        "model": replace(RECIPE.model, attention=replace(RECIPE.model.attention, qk_norm=False)),
+        "optim": OptimConfig(qk_clip=QKClipConfig(threshold=0.01)),
     },
     "multi-token prediction": {"model": replace(RECIPE.model, mtp=MTPConfig(2, 0.3))},
     "repeated prediction": {

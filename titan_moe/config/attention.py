@@ -158,6 +158,14 @@ class AttentionConfig:
         return self.softmax_scale or width**-0.5
 
     @property
+    def share_of_logits(self) -> float:
+        """Of the multiply-adds of attention, those of queries and keys; the others are of values."""
+        if self.kind == "gqa":
+            return 0.5
+        width = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return width / (width + self.v_head_dim)
+
+    @property
     def longrope(self) -> tuple[tuple[float, ...], float]:
         """The divisors of frequencies that apply, and the factor on cos and sin. Empty and one without LongRoPE."""
         if not self.longrope_short_factor:

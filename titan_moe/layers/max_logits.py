@@ -42,31 +42,34 @@ class _MeasureInBackward(torch.autograd.Function):
         return grad, *[None] * (9 + len(of_pairs))
 
 
-class MeasuredAttention(WideBuffers):
-    """The `attend` of an attention layer, which keeps the largest logits of a step.
+class LargestLogits(WideBuffers):
+    """The largest logits of a step, of all heads of the model: -inf of heads that this rank does not compute, and of
+    all before the first backward."""
 
-    `max_logits_H` has those of all heads of the model, of which this rank computes some, from `first_head` on. Of
-    others it has -inf, as of all heads before the first backward. `measure` computes those of a forward.
-    """
+    wide_buffers = ("logits_H",)
+    logits_H: Tensor
 
-    wide_buffers = ("max_logits_H",)
-    max_logits_H: Tensor
-
-    def __init__(
-        self, attend: Callable[..., Tensor], measure: MaxLogits, *, num_heads: int, first_head: int, like: Tensor
-    ) -> None:
-        """The buffer is where a parameter like `like` is, in fp32 or wider."""
+    def __init__(self, num_heads: int, like: Tensor) -> None:
+        """They are where a parameter like `like` is, in fp32 or wider."""
         super().__init__()
-        self.attend, self.measure, self.first_head = attend, measure, first_head
         wide = torch.promote_types(like.dtype, torch.float32)
         start_H = torch.full((num_heads,), -torch.inf, dtype=wide, device=like.device)
-        self.register_buffer("max_logits_H", start_H, persistent=False)
+        self.register_buffer("logits_H", start_H, persistent=False)
 
     def reset_buffers(self) -> None:
         """Begin a step."""
-        self.max_logits_H.fill_(-torch.inf)
+        self.logits_H.fill_(-torch.inf)
 
-    def forward(
+
+class MeasuredAttention:
+    """The `attend` of an attention layer, which keeps the largest logits of its heads, from `first_head` on."""
+
+    def __init__(
+        self, attend: Callable[..., Tensor], largest: LargestLogits, measure: MaxLogits, first_head: int
+    ) -> None:
+        self.attend, self.largest, self.measure, self.first_head = attend, largest, measure, first_head
+
+    def __call__(
         self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context, scale: float, *sinks: Tensor
     ) -> Tensor:
         """As the attention that it surrounds; sinks are no logits of a query and a key."""
@@ -75,6 +78,6 @@ class MeasuredAttention(WideBuffers):
             return out_BNHD
         keys = q_BNHD.detach(), k_BNHD.detach()
         measured: Tensor = _MeasureInBackward.apply(
-            out_BNHD, *keys, self.max_logits_H, self.measure, scale, self.first_head, *context.pairs
+            out_BNHD, *keys, self.largest.logits_H, self.measure, scale, self.first_head, *context.pairs
         )
         return measured

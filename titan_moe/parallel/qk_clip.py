@@ -13,7 +13,7 @@ from titan_moe.config.qk_clip import QKClipConfig
 from titan_moe.kernels.attention.max_logits import MaxLogits
 from titan_moe.kernels.choose import MAX_LOGITS
 from titan_moe.layers.attention import GroupedQueryAttention
-from titan_moe.layers.max_logits import MeasuredAttention
+from titan_moe.layers.max_logits import LargestLogits, MeasuredAttention
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.models.transformer import Transformer
 from titan_moe.optim.qk_clip import QKClip, RowPowers
@@ -35,13 +35,13 @@ def measure_logits(
         first_head += group.rank() * (num_heads // config.cp)
     is_ring = config.cp > 1 and config.cp_kind == "ring"
     measure: MaxLogits = RingMaxLogits(group, kernels) if is_ring else MAX_LOGITS[kernels]
-    heads = {"num_heads": attention.num_heads, "first_head": first_head}
     for module in list(part.modules()):
         match module:
             case GroupedQueryAttention() | MultiHeadLatentAttention():
                 like = module.out._parameters["weight"]
                 assert like is not None
-                module.attend = MeasuredAttention(module.attend, measure, **heads, like=like)
+                module.largest_logits = LargestLogits(attention.num_heads, like)
+                module.attend = MeasuredAttention(module.attend, module.largest_logits, measure, first_head)
             case Transformer():
                 module.describes_pairs = True
 
@@ -56,7 +56,7 @@ def build_qk_clip(
     """The clip of measured parts, whose parameters are those that the optimizer updates. `group` has the ranks of the
     same layers."""
     layers = [it for part in parts for it in part.modules() if isinstance(it, Attention)]
-    buffers = [it.attend.max_logits_H for it in layers if isinstance(it.attend, MeasuredAttention)]
+    buffers = [layer.get_buffer("largest_logits.logits_H") for layer in layers]
     is_mla = attention.kind == "mla"
     rows_of = _rows_of_mla if is_mla else _rows_of_gqa
     weights = [

@@ -141,6 +141,8 @@ SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8
         ("--fp8-format hybrid --fp8-recipe tensorwise", {"precision.linears": "fp8_tensorwise"}),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", {"precision.format": "mxfp8"}),
         ("--optimizer muon", {"optim.kind": "muon"}),
+        ("--qk-clip --qk-clip-alpha 0.3", {"optim.qk_clip.threshold": 100.0, "optim.qk_clip.alpha": 0.3}),
+        ("--qk-clip-threshold 30", {"optim.qk_clip.threshold": 0.0}),
         ("--lr 1e-3 --min-lr 1e-4 --train-iters 100 --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt "
          "--lr-wsd-decay-iters 10", {"optim.decay": "sqrt", "optim.decay_steps": 10, "optim.min_lr_ratio": 0.1}),
         ("--train-iters 100 --lr-warmup-fraction 0.1", {"optim.warmup_steps": 10, "optim.decay": "linear"}),

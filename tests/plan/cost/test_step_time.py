@@ -153,6 +153,15 @@ def test_layers_of_a_kind_share_times() -> None:
     assert layer_times(recipe, 2, Rates(), 1.1)[1]["experts"].total == pytest.approx(1.1 * times[1]["experts"].total)
 
 
+@pytest.mark.parametrize(("name", "share"), [("mixtral_8x7b", 1 / 2), ("deepseek_v2_lite", 192 / 320)])
+def test_measured_logits_are_a_product_of_forward(name: str, share: float) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.toml", ["--optim.qk_clip.threshold=100"])
+    plain = load_recipe(RECIPES / f"{name}.toml", [])
+    measured, without = (layer_times(it, 8, Rates(), 1.0)[0]["attention"] for it in (recipe, plain))
+    assert measured.forward == without.forward
+    assert measured.total - without.total == pytest.approx(share * without.forward)
+
+
 def test_the_slowest_of_several() -> None:
     assert largest_of(1) == 0
     assert largest_of(4) == pytest.approx(1.03, abs=0.02)

@@ -113,7 +113,10 @@ class _Block:
             length = self.recipe.train.seq_len_tokens
             pairs = self.recipe.model.attention.doubled_pairs(self.layer, length)
             is_windowed = pairs < length * length
-            found["attention"] = attention_passes(self.rates, flops, length, is_windowed=is_windowed)
+            core = attention_passes(self.rates, flops, length, is_windowed=is_windowed)
+            measured = core.forward * self.recipe.model.attention.share_of_logits
+            clips = self.recipe.optim.qk_clip.is_used  # backward then computes logits again
+            found["attention"] = core.plus(Passes(0.0, measured * clips))
         elif row.multiply_adds:
             is_split = row.own_widths != row.widths and row.region != "router"
             tokens, widths = self.num_tokens * (tp if is_split else 1), row.own_widths
