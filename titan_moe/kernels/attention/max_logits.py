@@ -3,10 +3,10 @@
 B batch · Q queries · N keys · H query heads · G key heads, a divisor of H · D head width
 
 Physics: the first product of attention, 2·D FLOPs for each visible pair and head, half of attention's forward. Logits
-are never written: a thread block has the queries of a tile in registers, goes through the tiles of keys that any of
-them sees, and keeps the largest product of each place of a tile. What it reads is what attention's forward reads but
-for values, so products bound it. Each thread block writes one number. A maximum does not depend on the order, so
-results are the same on every layout.
+are never written: a thread block has the queries of a tile, goes through the tiles of keys that any of them sees, and
+keeps the largest product of each place of a tile. Keys before the queries' documents are skipped. What it reads is what
+attention's forward reads but for values, so products bound it. Each thread block writes one number. A maximum does not
+depend on the order, so results are the same on every layout.
 """
 
 from collections.abc import Callable
@@ -90,12 +90,25 @@ def _keys(k_ptr, column, is_key, position_stride, FIRST: tl.constexpr, D: tl.con
 
 
 @triton.jit
+def _first_key(documents_ptr, begin, end, lowest, highest, BLOCK: tl.constexpr):
+    """The first key, of those from `begin` to `end`, of a document from `lowest` to `highest`; `end` without one."""
+    first = tl.full((BLOCK,), end, tl.int32)
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        document = tl.load(documents_ptr + column, mask=column < end, other=0)
+        is_seen = (column < end) & (document >= lowest) & (document <= highest)
+        first = tl.minimum(first, tl.where(is_seen, column, end))
+    return tl.min(first)
+
+
+@triton.jit
 def _max_logits_kernel(
     q_ptr, q_batch_stride, q_position_stride, q_head_stride, k_ptr, k_batch_stride, k_position_stride, k_head_stride,
     positions_ptr, documents_ptr, out_ptr, Q, N, window, chunk, scale,
     SHARED: tl.constexpr, D: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most keys: they begin first
     head, batch = tl.program_id(1), tl.program_id(2)
@@ -118,6 +131,10 @@ def _max_logits_kernel(
             begin = tl.maximum(first - window + 1, 0)
         if HAS_CHUNKS:
             begin = tl.maximum(begin, first // chunk * chunk)
+        if HAS_DOCUMENTS:  # packed ones are in order: from the first that a query is of, all keys are seen by some
+            lowest = tl.min(tl.load(documents_ptr + place, mask=is_row, other=2**31 - 1))
+            highest = tl.max(tl.load(documents_ptr + place, mask=is_row, other=-(2**31)))
+            begin = _first_key(documents_ptr, begin, end, lowest, highest, BLOCK_DOCUMENTS)
     largest = tl.full((BLOCK_Q, BLOCK_N), float("-inf"), tl.float32)
     for start in range(begin, end, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
@@ -142,12 +159,12 @@ def _max_logits_kernel(
     tl.store(out_ptr + index, tl.max(tl.max(largest, axis=1), axis=0) * scale)
 
 
-def _blocks(width: int, is_narrow: bool) -> dict[str, int]:
+def _blocks(width: int, *, is_narrow: bool) -> dict[str, int]:
     """Tiles: a head is its largest power of two and the rest, so that 192 elements are not padded to 256."""
     first = max(1 << (width.bit_length() - 1), SMALLEST_DOT)
     rest = max(triton.next_power_of_2(width - first), SMALLEST_DOT) if width > first else 0
     queries, keys = (128, 64) if is_narrow else (32, 32)
-    return {"BLOCK_D": first, "BLOCK_REST": rest, "BLOCK_Q": queries, "BLOCK_N": keys}
+    return {"BLOCK_D": first, "BLOCK_REST": rest, "BLOCK_Q": queries, "BLOCK_N": keys, "BLOCK_DOCUMENTS": 1024}
 
 
 def launch(
@@ -158,7 +175,8 @@ def launch(
     refuse_cpu(q_BQHD, "rotary", "triton")
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BQHD, k_BNGD))
     (batch, num_queries, num_heads, width), (num_keys, num_groups) = q.shape, k.shape[1:3]
-    sizes = _blocks(width, q.dtype.itemsize <= 2)
+    has_documents = is_causal and document_ids_BN is not None
+    sizes = _blocks(width, is_narrow=q.dtype.itemsize <= 2)
     grid = triton.cdiv(num_queries, sizes["BLOCK_Q"]), num_heads, batch
     if not all(grid):
         return q.new_full((num_heads,), -torch.inf, dtype=torch.float32)
@@ -168,7 +186,7 @@ def launch(
         q, *q.stride()[:3], k, *k.stride()[:3], q if positions_Q is None else positions_Q.contiguous(),
         q if documents is None else documents, out, num_queries, num_keys, window, chunk, scale,
         SHARED=num_heads // num_groups, D=width, IS_CAUSAL=is_causal, HAS_WINDOW=window > 0, HAS_CHUNKS=chunk > 0,
-        HAS_POSITIONS=positions_Q is not None, HAS_DOCUMENTS=documents is not None, **sizes,
+        HAS_POSITIONS=positions_Q is not None, HAS_DOCUMENTS=has_documents, **sizes,
         num_warps=8 if width > 128 else 4, num_stages=2,
     )  # fmt: skip
     return out.amax(1)
