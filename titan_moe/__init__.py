@@ -64,6 +64,9 @@ if TYPE_CHECKING:
         ProfileConfig as ProfileConfig,
     )
     from titan_moe.config.train import (
+        QKClipConfig as QKClipConfig,
+    )
+    from titan_moe.config.train import (
         RunConfig as RunConfig,
     )
     from titan_moe.config.train import (
@@ -167,6 +170,7 @@ _MODULES = {
     "PerfConfig": "titan_moe.config.perf",
     "PrecisionConfig": "titan_moe.config.precision",
     "ProfileConfig": "titan_moe.config.train",
+    "QKClipConfig": "titan_moe.config.train",
     "Recipe": "titan_moe.config.recipe",
     "RecipeError": "titan_moe.config.parse",
     "Routed": "titan_moe.dispatch",
