@@ -155,7 +155,7 @@ def test_layouts_clip_as_one_process(ranks: Any, alone: Callable[..., Any], layo
     assert_same(ranks(num_ranks, train, run), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.few("gqa-window")
 @pytest.mark.parametrize("name", ["gqa-window", "mla"])
 def test_compiled_attention_clips_alike(ranks: Any, alone: Callable[..., Any], name: str) -> None:
     compiled = ranks(1, train_compiled, recipe(ALONE, name, compile=CompileConfig("on")))

@@ -187,7 +187,7 @@ def launch(
         q if documents is None else documents, out, num_queries, num_keys, window, chunk, scale,
         SHARED=num_heads // num_groups, D=width, IS_CAUSAL=is_causal, HAS_WINDOW=window > 0, HAS_CHUNKS=chunk > 0,
         HAS_POSITIONS=positions_Q is not None, HAS_DOCUMENTS=has_documents, **sizes,
-        num_warps=8 if width > 128 else 4, num_stages=2,
+        num_warps=8 if width > 128 or has_documents else 4, num_stages=2,
     )  # fmt: skip
     return out.amax(1)
 
