@@ -1030,6 +1030,7 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
             8,
             "less than a balanced load",
         ),
+        ("--parallel.expert_layer_capacity_factor=0.5", 8, "every step would be repeated in pieces"),
         ("--precision.experts=fp8_tensorwise", 8, 'precision.experts = "fp8_tensorwise" has no native kernels yet'),
         (
             "--precision.experts=fp8_rowwise --precision.dgrad=compute --perf.kernels=fused",

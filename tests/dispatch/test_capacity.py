@@ -110,6 +110,67 @@ def test_an_arena_of_recomputed_layers_has_room_for_one() -> None:
     assert not arena.keeps
 
 
+def with_bounded_layers(factor: float) -> ExpertCapacity:
+    """Of an arena, in which a balanced layer has 100 rows and 200 slots."""
+    capacity = ExpertCapacity(1.5, layer_factor=factor)
+    capacity.use_arena(Arena(8, 4, torch.float32, "cpu"), LayerLoads(4, 100.0, 200, 256, 1600))
+    return capacity
+
+
+def test_layers_of_an_arena_have_their_own_bound_up_to_the_worst_case() -> None:
+    capacity = with_bounded_layers(2.0)
+    assert capacity.num_rows(expected=100, worst=256) == 256 and capacity.num_rows(expected=200, worst=1600) == 512
+    assert capacity.loads == LayerLoads(4, 100.0, 200, 256, 512) and capacity.arena.room == (600, 1200)
+    assert capacity.is_bounded and capacity.sizes == (0, False)
+    capacity.resize(0.0)
+    assert capacity.arena.room == (256, 512), "one layer of its bound"
+    assert capacity.is_bounded, "a layer may still overflow"
+    with capacity.unbounded():
+        assert not capacity.is_bounded and capacity.sizes == (0, True) and capacity.arena.backward_recomputes
+        assert capacity.num_rows(expected=200, worst=1600) == 1600
+    capacity.resize_layers(8.0)
+    assert capacity.layer_factor == 0 and not capacity.is_bounded and capacity.sizes == (1, False), "the worst case"
+    assert capacity.num_rows(expected=200, worst=1600) == 1600
+
+
+def test_pieces_have_room_within_the_bound_of_a_layer() -> None:
+    capacity = with_bounded_layers(2.0)
+    sizes = (100.0, 256), (200, 1600)
+    assert capacity.tokens_at_a_time(64, *sizes) == 64, "all while layers are bounded"
+    with capacity.unbounded():
+        assert capacity.tokens_at_a_time(64, *sizes) == 16 and 16 * 1600 // 64 <= 512
+        assert capacity.tokens_at_a_time(0, *sizes) == 0
+        assert capacity.tokens_at_a_time(10, *sizes) == 3, "four pieces, the last of one token"
+        assert capacity.tokens_at_a_time(1, *sizes) == 1
+    without = with_bounded_layers(0.0)
+    with without.unbounded():
+        assert without.tokens_at_a_time(64, *sizes) == 64 and without.sizes == (0, False)
+
+
+def test_the_overflow_of_a_layer_of_an_arena_is_recorded_unless_its_bound_is_lifted() -> None:
+    capacity = with_bounded_layers(2.0)
+    with capacity.unbounded():
+        capacity.record_load(torch.tensor(900), 200, torch.tensor(1))
+    assert not bool(capacity.invalidates_step)
+    capacity.record_load(torch.tensor(512), 200, torch.tensor(1))
+    capacity.record_load(torch.tensor(9), 200, torch.tensor(0))
+    assert bool(capacity.invalidates_step) and bool(capacity.layer_overflowed)
+    assert float(capacity.needed_factor()) == 0, "the need is that of all layers"
+    other = ExpertCapacity(1.5)
+    other.record_load(torch.tensor(900), 200, torch.tensor(1))
+    assert bool(other.overflowed) and not bool(other.layer_overflowed), "there is no arena"
+
+
+def test_recompute_of_blocks_leaves_the_bound_of_a_layer() -> None:
+    capacity, arena = ExpertCapacity(1.5, layer_factor=2.0), Arena(8, 4, torch.float32, "cpu", is_checkpointed=True)
+    capacity.use_arena(arena, LayerLoads(4, 100.0, 200, 256, 1600))
+    assert arena.room == (256, 512) and capacity.is_bounded and not capacity.bounds_all_layers
+    assert not arena.backward_recomputes, "a recomputed forward precedes each backward"
+    with capacity.unbounded():
+        assert arena.backward_recomputes, "the last piece of a layer has overwritten the others"
+    assert not arena.backward_recomputes
+
+
 def test_a_handle_finds_its_arena_as_long_as_it_lives() -> None:
     arena = Arena(8, 4, torch.float32, "cpu")
     assert Arena.of(arena.handle) is arena and Arena.of(0) is None and copy.deepcopy(arena) is arena

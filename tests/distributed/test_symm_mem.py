@@ -5,7 +5,7 @@ opened differs from a run on GPUs.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,12 @@ from titan_moe.config.kernels import KernelOverrides
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.dispatch import capacity as capacity_module
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import dispatcher as symm_mem
+from titan_moe.dispatch.symm_mem.fused import PeerPieces, PeerTokens
 from titan_moe.parallel import symm_memory
+from titan_moe.plan.cost import loads
 from titan_moe.training import capacity_control
 from titan_moe.training.build import assemble
 from titan_moe.training.capacity_control import CapacityControl
@@ -126,7 +129,33 @@ def count_reruns(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int
     return fields, again.call_count
 
 
-again = SimpleNamespace(count_reruns=count_reruns)
+def bound_layers(candidate: Recipe, num_steps: int, is_lifted: bool) -> tuple[dict[str, Any], int, list[bool]]:
+    """A trace, the number of steps that were taken again, and whether layers were in pieces, one by one; with
+    `is_lifted` no step is bounded."""
+    pieces, split, seen = PeerPieces.run_mlp, [], PeerTokens.run_mlp
+    lifted = mock.patch.object(StepRunner, "_take", lambda runner, batch: lift(runner, batch))
+
+    def note(inputs: Any, *args: Any) -> Any:
+        split.append(isinstance(inputs, PeerPieces))
+        return (pieces if split[-1] else seen)(inputs, *args)
+
+    with ExitStack() as stack:
+        for of in (capacity_module, loads):
+            stack.enter_context(mock.patch.object(of, "SLOTS_ALIGNMENT", 1))
+        for of in (PeerPieces, PeerTokens):
+            stack.enter_context(mock.patch.object(of, "run_mlp", note))
+        if is_lifted:
+            stack.enter_context(lifted)
+        return *count_reruns(candidate, num_steps), split
+
+
+def lift(runner: StepRunner, batch: Any) -> Any:
+    """A step without a bound."""
+    with runner.step.capacity.unbounded():
+        return runner.step(batch)
+
+
+again = SimpleNamespace(count_reruns=count_reruns, bound_layers=bound_layers)
 following = SimpleNamespace(follow_load=follow_load)
 late = SimpleNamespace(train_and_count=train_and_count)
 missing = SimpleNamespace(miss_a_step=miss_a_step)
@@ -266,6 +295,26 @@ def test_symm_mem_arena_overflow_takes_the_step_again(ranks: Any, tmp_path: Path
     for fields, reruns in ranks(2, on_files, str(tmp_path), "again", "count_reruns", candidate, 1):
         one_loss.assert_same(one_loss.Trace(**(fields | {"grads": {}})), one_loss.Trace(**alone), 2e-5)
         assert reruns == 1
+
+
+@pytest.mark.few("none")
+@pytest.mark.parametrize("what", ["none", "experts", "block"])
+def test_symm_mem_layer_overflow_takes_the_step_again_in_pieces(ranks: Any, tmp_path: Path, what: str) -> None:
+    """All layers together fit, one does not: steps are taken again, bit for bit as steps without a bound are, and the
+    losses and norms are those of one process."""
+    alone = ranks(1, one_loss.train, in_plain_torch(), -1, 2)[0] | {"grads": {}}
+    bounded = replace(EP2, overlap="tile", expert_rank_capacity_factor=9.0, expert_layer_capacity_factor=1.0)
+    candidate = in_one_microbatch(with_fused_experts(bounded, memory=MemoryConfig(what)), num_ranks=2)
+    answers = []
+    for is_lifted in (False, True):
+        folder = tmp_path / str(is_lifted)
+        folder.mkdir()
+        answers.append(ranks(2, on_files, str(folder), "again", "bound_layers", candidate, 2, is_lifted))
+    for (fields, reruns, split), (lifted, none, split_there) in zip(*answers, strict=True):
+        assert (reruns, none) == (2, 0) and all(split_there) and set(split) == {False, True}
+        trace, of_lifted = (one_loss.Trace(**(it | {"grads": {}})) for it in (fields, lifted))
+        assert (trace.losses, trace.grad_norms) == (of_lifted.losses, of_lifted.grad_norms)
+        one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
 
 
 def test_symm_mem_delayed_weight_grads_are_equal(ranks: Any, tmp_path: Path) -> None:

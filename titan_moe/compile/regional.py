@@ -102,7 +102,8 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
     have the same; else for the first number, and at a second one for any.
 
     Calls with zero rows or one row run eagerly: Dynamo specialises on 0 and 1, and the number of graphs per code object
-    is limited. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects, and
+    is limited. Calls in pieces do too: they are rare, and their exchanges, which do not depend on each other, keep
+    their order. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects, and
     so have calls with clones and without: one that saw both sizes would become dynamic.
     """
     compute = moe.experts.compute
@@ -124,9 +125,10 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
 
     @wraps(compute)
     def select_graph(inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
-        if min(inputs.sizes) <= 1:
+        capacity = moe.dispatcher.capacity
+        if min(inputs.sizes) <= 1 or capacity.takes_pieces:
             return compute(inputs, rows, weights)
-        is_suspended = moe.dispatcher.capacity.is_suspended
+        is_suspended = capacity.is_suspended
         if isinstance(inputs, Routed) and (moe.dispatcher.facts.reads_host or is_suspended):
             _mark_any_number(rows, inputs)
         compiled = with_clones if isinstance(inputs.exchange, CloningExchange) else without_clones

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.clones import num_clones
 from titan_moe.config.gemms import expert_formats, gemm_modules, unmet_needs_of_fused, why_kept
 from titan_moe.config.recipe import Recipe
 
@@ -24,6 +25,15 @@ def why_no_arena(recipe: Recipe, experts: str) -> Iterator[str]:
     layers = "1 layer is" if number == 1 else f"{number} layers are"
     formats = f"experts of {layers} in {recipe.precision.compute}, the others in {chosen}"
     yield f"no arena, whose rows have one size: {formats} ({', '.join(dict.fromkeys(reasons))})"
+
+
+def bounds_layers(recipe: Recipe, experts: str = "fused") -> bool:
+    """Whether the capacity of a layer in an arena is less than its worst case."""
+    p, moe = recipe.parallel, recipe.model.moe
+    if not p.expert_layer_capacity_factor or not has_arena(recipe, experts):
+        return False
+    most_choices = min(moe.top_k, moe.num_experts // p.ep + num_clones(recipe))
+    return p.expert_layer_capacity_factor * moe.top_k < p.ep * most_choices
 
 
 def _can_have_arena(recipe: Recipe, experts: str) -> bool:

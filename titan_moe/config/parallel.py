@@ -135,6 +135,13 @@ class ParallelConfig:
     experts are fused and an ep group shares memory, the capacity is that of all layers together, for what backward
     needs (the arena); otherwise it is that of each layer. "auto" follows the need of past steps, with a margin, up to
     what memory holds; the first steps run without a bound. A number is a fixed bound. 0 allocates the worst case."""
+    expert_layer_capacity_factor: float = 0.0
+    """The same of each layer, where the former is that of all layers together: room for the temporaries of one layer,
+    in forward and backward, relative to a balanced load. A step in which a layer exceeds it is repeated, with each
+    layer's tokens in pieces that fit in any case; so are validation and the first steps of "auto". After several
+    overflows the factor is doubled if memory has room, else the bound is lifted, and the run says so. 2 needs a quarter
+    of the room of the worst case with 8 ranks of ep and as many choices as experts of a rank. 0, or a factor beyond it,
+    allocates the worst case, all rows of the ep group on one rank."""
     expert_clones: Literal["off", "auto"] = "off"
     """Clone hot experts onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO).
     Results stay exact.

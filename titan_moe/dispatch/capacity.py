@@ -8,12 +8,17 @@ read. No token is dropped: a step that does not fit sets a flag on the device, c
 bound lifted.
 
 Without an arena the factor bounds the rows and slots of each layer; while the bound is lifted, the host reads exact
-sizes. With an arena (kernels/experts/arena.py) the factor bounds the sum over the layers of a microbatch, and each
-layer's temporaries have the size of the worst case. While that bound is lifted, nothing is kept: backward gets the rows
-and computes the hidden states of a layer again, and the host reads no size.
+sizes. With an arena (kernels/experts/arena.py) the factor bounds the sum over the layers of a microbatch. While that
+bound is lifted, nothing is kept: backward gets the rows and computes the hidden states of a layer again, and the host
+reads no size.
+
+With an arena another factor bounds the rows and slots of each layer, for which its temporaries have room; without it
+they have the size of the worst case. While this bound is lifted, a layer takes the tokens of a rank in pieces, one
+after the other, so few at a time that their rows and slots have the same room wherever they are routed. So a step that
+is repeated needs no more memory, and the host reads no size. A token's result and gradient are those of all tokens at
+once, bit for bit if a GEMM gives a row the same bits among any others; weight gradients are summed over the pieces.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,10 +26,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.experts.arena import NONE, Arena
-from titan_moe.plan.cost.loads import LayerLoads
-
-SLOTS_ALIGNMENT = 128
-"""Numbers of slots and rows are multiples of a tile of the expert kernels."""
+from titan_moe.plan.cost.loads import SLOTS_ALIGNMENT, LayerLoads, aligned
 
 
 class ExpertCapacity:
@@ -33,14 +35,21 @@ class ExpertCapacity:
     Args:
         capacity_factor: slots of a rank over its balanced load, and rows over those that random routing sends it; 0
             means the worst case, which cannot overflow.
+        layer_factor: the same of each layer, where there is an arena.
     """
 
-    def __init__(self, capacity_factor: float = 0.0, device: torch.device | str = "cpu") -> None:
-        self.capacity_factor = capacity_factor
+    def __init__(
+        self, capacity_factor: float = 0.0, device: torch.device | str = "cpu", layer_factor: float = 0.0
+    ) -> None:
+        self.capacity_factor, self.layer_factor = capacity_factor, layer_factor
         self.is_unbounded = False
         self.num_resizes = 0
         self.arena: Arena | None = None
         self.loads: LayerLoads | None = None
+        """Those of the arena, with the bound of each layer."""
+        self.worst_loads: LayerLoads | None = None
+        """The same without it."""
+        self.num_layer_resizes = 0
         self.slab = 0
         """Of the arena, where the next forward is written; set by `writing_to`."""
         self.balanced = torch.ones(2, dtype=torch.float64, device=device)
@@ -57,8 +66,19 @@ class ExpertCapacity:
     def use_arena(self, arena: Arena, loads: LayerLoads) -> None:
         """Bound what all layers together keep for backward, in each slab of this arena. `loads` are of the stage that
         has the most layers on this rank, perhaps none."""
-        self.arena, self.loads = arena, loads
+        self.arena, self.worst_loads = arena, loads
         self.balanced.copy_(torch.tensor(loads.of_all_layers()).clamp(min=1))
+        self._bound_layers(self.layer_factor)
+
+    def resize_layers(self, layer_factor: float) -> None:
+        """Set the factor of each layer, which compiled graphs have: the caller drops them."""
+        self.num_layer_resizes += 1
+        self._bound_layers(layer_factor)
+
+    def _bound_layers(self, layer_factor: float) -> None:
+        assert self.worst_loads is not None, "an arena bounds layers"
+        self.loads = self.worst_loads.bounded(layer_factor)
+        self.layer_factor = 0.0 if self.loads == self.worst_loads else layer_factor  # what bounds nothing is none
         self.resize(self.capacity_factor)
 
     def resize(self, capacity_factor: float) -> None:
@@ -85,9 +105,24 @@ class ExpertCapacity:
     @property
     def is_bounded(self) -> bool:
         """Whether a step may overflow, so that its flag must be read."""
-        if self.arena is not None and self.arena.is_checkpointed:
+        if self.is_unbounded:
             return False
-        return self.capacity_factor > 0 and not self.is_unbounded
+        return self.bounds_all_layers or self.bounds_each_layer
+
+    @property
+    def bounds_all_layers(self) -> bool:
+        """Whether the capacity factor can be too small: not if recompute keeps nothing in the arena."""
+        return self.capacity_factor > 0 and not (self.arena is not None and self.arena.is_checkpointed)
+
+    @property
+    def bounds_each_layer(self) -> bool:
+        """Whether layers of an arena have less room than in the worst case."""
+        return self.arena is not None and self.layer_factor > 0
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether layers take tokens in pieces: while their bound in an arena is lifted."""
+        return self.bounds_each_layer and self.is_unbounded
 
     @property
     def reads_sizes_on_host(self) -> bool:
@@ -96,9 +131,11 @@ class ExpertCapacity:
 
     @property
     def sizes(self) -> tuple[int, bool]:
-        """What the sizes in a compiled graph depend on, beside the batch: how often the factor was set, and, with a
-        bound on each layer, whether the bound is lifted. Graphs are dropped whenever the factor is set."""
-        return (self.num_resizes, self.is_suspended) if self.arena is None else (0, False)
+        """What the sizes in a compiled graph depend on, beside the batch: how often the factor of each layer was set,
+        and whether that bound is lifted. Graphs are dropped whenever it is set."""
+        if self.arena is None:
+            return self.num_resizes, self.is_suspended
+        return self.num_layer_resizes, self.takes_pieces
 
     def num_slots(self, ids_SK: Tensor, balanced: float, worst: int) -> int:
         """Number of slots for these assignments (-1 for none), given those of a balanced load and of the worst case."""
@@ -106,10 +143,21 @@ class ExpertCapacity:
 
     def num_rows(self, expected: float, worst: int) -> int:
         """Number of rows to allocate, given those that random routing sends and those of the worst case."""
-        if self.arena is not None or not self.is_bounded:
-            return worst
-        bounded = math.ceil(expected * self.capacity_factor / SLOTS_ALIGNMENT) * SLOTS_ALIGNMENT
-        return min(bounded, worst)
+        factor = self.capacity_factor if self.arena is None else self.layer_factor
+        return worst if self.is_unbounded or not factor else self._bounded(expected * factor, worst)
+
+    def _bounded(self, number: float, worst: int) -> int:
+        return min(aligned(number, SLOTS_ALIGNMENT), worst)
+
+    def tokens_at_a_time(self, num_tokens: int, rows: tuple[float, int], slots: tuple[float, int]) -> int:
+        """Of how many of a rank's tokens the rows and slots have room within the bound of a layer, wherever they are
+        routed, in equal pieces; all tokens unless pieces are taken. `rows` and `slots` are expected numbers and those
+        of the worst case."""
+        if not self.takes_pieces or not num_tokens:
+            return num_tokens
+        room = (num_tokens * self._bounded(one * self.layer_factor, worst) // worst for one, worst in (rows, slots))
+        num_pieces = -(-num_tokens // max(min(room), 1))
+        return -(-num_tokens // num_pieces)
 
     @property
     def invalidates_step(self) -> Tensor:
@@ -118,6 +166,11 @@ class ExpertCapacity:
         if self.arena is not None:
             overflowed = overflowed | self.arena.overflowed
         return overflowed if self.failed is None else overflowed | (self.failed[0] != 0)
+
+    @property
+    def layer_overflowed(self) -> Tensor:
+        """On the device: whether a layer of an arena has had no room."""
+        return self.overflowed if self.bounds_each_layer else torch.zeros_like(self.overflowed)
 
     def needed_factor(self) -> Tensor:
         """On the device: the factor that the step since `reset` needed, fp32. Exact if nothing has overflowed, and with
@@ -168,22 +221,24 @@ class ExpertCapacity:
         flag."""
         if self.arena is None and self.capacity_factor > 0:
             self.need.copy_(torch.maximum(self.need, used.float() / max(balanced, 1)))
-            if not self.is_unbounded:
-                self.overflowed.logical_or_(overflowed)
+        is_bounded = self.capacity_factor > 0 if self.arena is None else self.bounds_each_layer
+        if is_bounded and not self.is_unbounded:
+            self.overflowed.logical_or_(overflowed)
 
     @contextmanager
     def unbounded(self) -> Iterator[None]:
         """Lift the bound within a `with` block: nothing overflows."""
         was_unbounded, self.is_unbounded = self.is_unbounded, True
         arena, kept = self.arena, self.arena is not None and self.arena.keeps
+        in_pieces = arena is not None and arena.is_in_pieces
         if arena is not None:
-            arena.keeps = False
+            arena.keeps, arena.is_in_pieces = False, self.bounds_each_layer
         try:
             yield
         finally:
             self.is_unbounded = was_unbounded
             if arena is not None:
-                arena.keeps = kept
+                arena.keeps, arena.is_in_pieces = kept, in_pieces
 
 
 def _none_failed() -> None:

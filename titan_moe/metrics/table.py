@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.config.arena import bounds_layers
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import counted
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -88,6 +89,10 @@ def _dropped_share(step: StepNumbers) -> Tensor:
     return (step.all_dropped / sum(numbers, torch.zeros_like(numbers[0])).clamp(min=1)).float()
 
 
+def _layer_overflowed(step: StepNumbers) -> Tensor:
+    return step.capacity.layer_overflowed
+
+
 def _moves_bias(recipe: Recipe) -> bool:
     return _has_experts(recipe) and recipe.model.moe.moves_bias
 
@@ -111,6 +116,7 @@ METRICS = (
     Metric("loss", "loss {:.4f}", lambda step: step.loss, "sum"),
     Metric("aux_loss", lambda r: r["aux_loss"] and f"aux {r['aux_loss']:.2e}", lambda step: step.aux_loss, "sum"),
     Metric("has_overflowed", "", lambda step: step.capacity.invalidates_step, "max", is_recorded=False),
+    Metric("has_overflowed_layer", "", _layer_overflowed, "max", when=bounds_layers, is_recorded=False),
     Metric("needed_factor", "", lambda step: step.capacity.needed_factor(), "max", is_recorded=False),
     Metric("imbalance", "", _imbalance, when=lambda recipe: recipe.parallel.has_clones, is_recorded=False),
     Metric("grad_norm", "norm {:.3f}"),  # before clipping

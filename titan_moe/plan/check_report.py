@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, repeat
 
-from titan_moe.config.arena import why_no_arena
+from titan_moe.config.arena import bounds_layers, why_no_arena
 from titan_moe.config.clones import resolve_clones, why_no_clones
 from titan_moe.config.experimental import describe_experimental
 from titan_moe.config.model import ModelConfig
@@ -342,7 +342,8 @@ def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:
     arena, eighth = (
         max(arena_bytes_per_rank(recipe, at, of_rank) for of_rank in slabs) / 2**30 for at in (factor, factor + 0.125)
     )
-    temporary = temporary_bytes_per_rank(recipe) / 2**30
+    temporary, of_layer = temporary_bytes_per_rank(recipe) / 2**30, recipe.parallel.expert_layer_capacity_factor
+    bounded = f", of up to {of_layer:g} times a balanced load, or of pieces" if bounds_layers(recipe) else ""
     is_fixed = bool(recipe.parallel.fixed_capacity_factor) or "block" in resolved.recompute.layers
     grows = f" at a capacity factor of {factor:g}, {eighth - arena:.3g} GiB more for each eighth,"
     if is_fixed or eighth == arena:
@@ -350,7 +351,7 @@ def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:
     return [
         ("", f"{peak};"),
         ("", f"of it {arena:.3g} GiB in the arena of rows{grows}"),
-        ("", f"and {temporary:.3g} GiB of one layer's temporaries"),
+        ("", f"and {temporary:.3g} GiB of one layer's temporaries{bounded}"),
     ]
 
 

@@ -55,6 +55,7 @@ from titan_moe.parallel.pipeline.stages import find_tied_embedding
 from titan_moe.parallel.routing import StepRouting
 from titan_moe.parallel.step_noise import StepNoise
 from titan_moe.parameters import TENSOR_AXIS, named_kinds
+from titan_moe.plan.cost.memory import temporary_bytes_per_rank
 from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.resolved import Resolved
 from titan_moe.precision import policy
@@ -62,6 +63,7 @@ from titan_moe.training.capacity_control import CapacityControl, FixedCapacity, 
 from titan_moe.training.clone_control import CloneControl
 from titan_moe.training.controller import Controller
 from titan_moe.training.forward_backward import build_forward_backward, counting_ahead
+from titan_moe.training.layer_capacity import LayerCapacity, has_room
 from titan_moe.training.model_class import check_interface, check_parts, import_model_class
 from titan_moe.training.peak_memory import PeakMemory
 from titan_moe.training.skips import Skips
@@ -86,7 +88,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     resolved = Resolved(recipe, dist.get_world_size())
     check_one_schedule(resolved, device)  # before groups are made: ranks with another recipe would wait there
     meshes = build_meshes(resolved.sizes, device)
-    capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
+    factors = recipe.parallel.fixed_capacity_factor, recipe.parallel.expert_layer_capacity_factor
+    capacity = ExpertCapacity(factors[0], device, factors[1])
     model = build_on_meta(recipe)
     num_experts, is_tied = count_experts(model), tied_weight(model) is not None or recipe.model.mtp.num_layers > 0
     queue = WeightGradQueue() if resolved.splits_backward else None
@@ -184,11 +187,15 @@ def _bytes_of_a_graph(resolved: Resolved, meshes: Meshes) -> int:
 
 def _controllers(resolved: Resolved, memory: PeakMemory) -> list[Controller]:
     """What the host follows; if it is nothing, the host reads nothing."""
-    fixed = FixedCapacity(memory.capacity.capacity_factor) if memory.capacity.is_bounded else None
-    of_capacity = _capacity_control(resolved.recipe, memory) or fixed
+    recipe, capacity = resolved.recipe, memory.capacity
+    fixed = FixedCapacity(capacity.capacity_factor) if capacity.bounds_all_layers else None
+    of_capacity = _capacity_control(recipe, memory) or fixed
     need = LargestNeed() if of_capacity else None
-    clones = CloneControl(resolved.clones_pay_from) if resolved.recipe.parallel.has_clones else None
-    return [controller for controller in (of_capacity, need, clones) if controller is not None]
+    temporary_bytes = partial(temporary_bytes_per_rank, recipe)
+    layers = LayerCapacity(capacity.layer_factor, partial(has_room, memory, temporary_bytes))
+    of_layers = layers if capacity.bounds_each_layer else None
+    clones = CloneControl(resolved.clones_pay_from) if recipe.parallel.has_clones else None
+    return [controller for controller in (of_capacity, of_layers, need, clones) if controller is not None]
 
 
 def _capacity_control(recipe: Recipe, memory: PeakMemory) -> CapacityControl | None:

@@ -79,7 +79,7 @@ class CapacityControl(Controller):
             self.steps_to_wait = 1
 
     def follow(self, metrics: Mapping[str, float]) -> Changes:
-        need, has_overflowed = metrics["needed_factor"], metrics["has_overflowed"]
+        need, has_overflowed = metrics["needed_factor"], _exceeds_all_layers(metrics, self.factor)
         before = self.factor
         self.step += 1
         self.needs.append(need)
@@ -152,8 +152,9 @@ class FixedCapacity(Controller):
 
     def follow(self, metrics: Mapping[str, float]) -> Changes:
         self.num_steps += 1
-        self.num_reruns += metrics["has_overflowed"] > 0
-        is_tenth = metrics["has_overflowed"] and self.num_reruns == MANY_RERUNS
+        has_overflowed = _exceeds_all_layers(metrics, self.factor)
+        self.num_reruns += has_overflowed
+        is_tenth = has_overflowed and self.num_reruns == MANY_RERUNS
         if is_tenth and self.num_reruns > self.num_steps * MANY_RERUNS_SHARE:
             logger.warning(
                 "%d of %d steps were repeated, because rows exceeded the capacity; "
@@ -195,6 +196,12 @@ class LargestNeed(Controller):
         self.factor = state["factor"]
 
 
+def _exceeds_all_layers(metrics: Mapping[str, float], factor: float) -> bool:
+    """Whether a step had to be taken again, and not for a layer alone (layer_capacity.py)."""
+    is_of_a_layer = metrics.get("has_overflowed_layer", 0) > 0 and metrics["needed_factor"] <= factor
+    return metrics["has_overflowed"] > 0 and not is_of_a_layer
+
+
 def round_up(factor: float) -> float:
     """The next multiple of 1/8, at least 1."""
     return max(math.ceil(factor * STEPS_OF_FACTOR - 1e-6) / STEPS_OF_FACTOR, 1.0)
@@ -219,6 +226,12 @@ def missing_gib(memory: PeakMemory, factor: float) -> float:
         return math.nan
     needed = sum(number * size for number, size in zip(loads.room(factor), arena.room_bytes, strict=True))
     return (needed - _bytes_for_arena(memory)) / 2**30
+
+
+def bytes_beside_all(memory: PeakMemory) -> float:
+    """What of this rank's memory is left beside the peak so far and the arena."""
+    arena = memory.capacity.arena
+    return _bytes_for_arena(memory) - (0 if arena is None else arena.num_bytes)
 
 
 def _bytes_for_arena(memory: PeakMemory) -> float:

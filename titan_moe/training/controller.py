@@ -11,6 +11,7 @@ class Changes(NamedTuple):
     """How the next steps differ from what the recipe says; None: as it says."""
 
     capacity_factor: float | None = None  # the bound of rows; 0 lifts it
+    layer_factor: float | None = None  # the bound of each layer in an arena; 0 lifts both
     uses_clones: bool | None = None
     reason: str = ""
 

@@ -22,6 +22,8 @@ logger = logging.getLogger("titan_moe")
 Kind = Literal["launched", "recorded", "replayed", "repeated"]
 """How a step was taken: its kernels launched one by one, recorded and then replayed from a CUDA graph, replayed, or
 launched again without a bound."""
+OVERFLOWS = "has_overflowed", "has_overflowed_layer"
+"""Metrics of a step, whether it is taken again or not."""
 UNUSED_FACTOR = 1.25
 """Of a bound that is lifted before it was ever chosen."""
 
@@ -51,6 +53,7 @@ class StepRunner:
         self.num_steps, self.num_reruns = 0, 0  # so far
         self.needed_factor = 0.0  # of the last step
         self.bound: float | None = None  # of the next one; 0: it is lifted; None: as the recipe says
+        self.layer_factor: float | None = None  # of each layer; 0: that bound is lifted too, for good
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
         self.num_microbatches = 0  # of the last step that was to be captured
         self.kind: Kind = "launched"  # of the last step
@@ -128,9 +131,9 @@ class StepRunner:
             result = self._take(batch)
             seen = _read(result)
             capacity.check()  # the step may be void because a rank is missing: it would not come again
-            if has_overflowed := seen["has_overflowed"]:
+            if seen["has_overflowed"]:
                 result = self._take_again(batch, random_states)
-                seen = _read(result) | {"has_overflowed": has_overflowed}
+                seen = _read(result) | {name: seen[name] for name in OVERFLOWS if name in seen}
                 capacity.check()
             self.needed_factor = seen["needed_factor"]
             if math.isfinite(seen["grad_norm"]):  # NaN makes routers choose the same experts for all tokens
@@ -141,7 +144,7 @@ class StepRunner:
 
     def _take(self, batch: Batch) -> StepResult:
         self.kind = "launched"
-        if self.bound == 0:
+        if self.bound == 0 or self.layer_factor == 0:
             with self.step.capacity.unbounded():
                 return self.step(batch)
         if self.captured is None:
@@ -162,10 +165,12 @@ class StepRunner:
 
     def _carry_out(self, changes: Changes) -> None:
         """Take the next steps as a controller wants them."""
-        factor, uses_clones = changes.capacity_factor, changes.uses_clones
+        factor, layer_factor, uses_clones = changes.capacity_factor, changes.layer_factor, changes.uses_clones
         if factor is not None and factor != self.bound:
             self._log_change(f"capacity factor {factor:g}" if factor else "no capacity bound", changes)
             self._bound(factor)
+        if layer_factor is not None and layer_factor != self.layer_factor:
+            self._bound_layers(layer_factor, changes)
         if uses_clones is not None and uses_clones != self.step.replicas.are_used:
             number = counted(self.step.replicas.number, "clone")
             self._log_change(f"up to {number} of experts a rank" if uses_clones else "no clones of experts", changes)
@@ -189,6 +194,19 @@ class StepRunner:
             capacity.resize(factor)
         if capacity.arena is None:  # compiled graphs have the sizes of layers
             torch._dynamo.reset()
+            self.num_warm_ups = self.num_warm_ups_before
+
+    def _bound_layers(self, factor: float, changes: Changes) -> None:
+        """Bound each layer by a factor; 0 lifts the bound for good."""
+        is_start, self.layer_factor = self.layer_factor is None, factor
+        if is_start:  # as the recipe says
+            return
+        self._log_change(f"capacity factor {factor:g} of each layer" if factor else "layers in pieces", changes)
+        self.release()
+        if factor:
+            with self.memory.changing():
+                self.step.capacity.resize_layers(factor)
+            torch._dynamo.reset()  # compiled graphs have the sizes of layers
             self.num_warm_ups = self.num_warm_ups_before
 
     def _take_again(self, batch: Batch, random_states: list[Tensor]) -> StepResult:

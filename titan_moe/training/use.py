@@ -62,7 +62,8 @@ def loaded(recipe: Recipe, *, sizes_forwards: bool = False, is_ema: bool = False
             raise RecipeError(problems)
         resolved = Resolved(recipe, dist.get_world_size())
         meshes = build_meshes(resolved.sizes, device)
-        capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
+        factors = recipe.parallel.fixed_capacity_factor, recipe.parallel.expert_layer_capacity_factor
+        capacity = ExpertCapacity(factors[0], device, factors[1])
         model = build_on_meta(recipe)
         parts = build_parts(model, resolved, meshes, device, capacity)
         source = recipe.checkpoint.load_from

@@ -64,9 +64,10 @@ def capacity_with_arena(
     format: ExpertFormat = PLAIN,
     num_slabs: int = 1,
     num_hidden_layers: int | None = None,
+    layer_factor: float = 0.0,
 ) -> ExpertCapacity:
     """The arena's memory is NaN: what is not written must not be read. With several slabs, one less is delayed."""
-    capacity = ExpertCapacity(factor, device)
+    capacity = ExpertCapacity(factor, device, layer_factor)
     slabs = {"num_slabs": num_slabs, "num_delayed_slabs": num_slabs - 1}
     arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, format=format, **slabs)
     worst = num_ranks * T

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import check_rules, load_recipe
+from titan_moe.config.arena import bounds_layers
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.gemms import count_native_experts
 from titan_moe.config.recipe import microbatch_tokens
@@ -193,6 +194,24 @@ def test_arena_and_temporaries_of_qwen3_on_eight_ranks() -> None:
     assert arena_bytes_per_rank(recipe, 1.0) == pytest.approx(arena, rel=0.01)
     worst_slots = 8 * tokens * 8
     assert temporary_bytes_per_rank(recipe) == (2 * 8 * tokens * width + worst_slots * (3 * hidden + width)) * 2
+
+
+def test_temporaries_of_a_bounded_layer() -> None:
+    """Three quarters of the worst case's slots have no room; the sum of weight gradients over pieces has."""
+    two = "--parallel.expert_layer_capacity_factor=2"
+    worst, bounded = (load_recipe(RECIPES / "qwen3_30b_a3b.toml", given) for given in ([], [two]))
+    loads, weight_grads = layer_loads(bounded).bounded(2.0), 16 * 3 * 768 * 2048 * 2
+    assert loads.worst_slots == layer_loads(worst).worst_slots / 4 and loads.worst_rows == 8 * 16_384
+    of_slots = 48 * 16_384 * (3 * 768 + 2048) * 2
+    assert temporary_bytes_per_rank(worst) - temporary_bytes_per_rank(bounded) == of_slots - weight_grads
+    assert temporary_bytes_per_rank(worst, 2.0) == temporary_bytes_per_rank(bounded)
+    assert temporary_bytes_per_rank(bounded, 8.0) == temporary_bytes_per_rank(worst), "what bounds nothing"
+    assert arena_bytes_per_rank(bounded, 0.0) < arena_bytes_per_rank(worst, 0.0) / 2, "of one layer"
+    assert arena_bytes_per_rank(bounded, 1.25) == arena_bytes_per_rank(worst, 1.25)
+    assert bounds_layers(bounded) and not bounds_layers(worst)
+    said = " ".join(describe(bounded, 8).split())
+    assert "GiB of one layer's temporaries, of up to 2 times a balanced load, or of pieces" in said
+    assert "EXPERIMENTAL: parallel.expert_layer_capacity_factor = 2.0 (never run on GPUs)" in said
 
 
 def test_recomputed_blocks_need_the_arena_of_one() -> None:

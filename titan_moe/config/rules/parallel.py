@@ -178,7 +178,7 @@ def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> I
 
 @rule(
     "the factor bounds sizes that depend on the routing and that the host does not read",
-    "parallel.expert_rank_capacity_factor dispatcher",
+    "parallel.expert_rank_capacity_factor expert_layer_capacity_factor dispatcher",
 )
 def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     factor, key = recipe.parallel.fixed_capacity_factor, "{parallel.expert_rank_capacity_factor}"
@@ -186,6 +186,9 @@ def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iter
         yield said(recipe, f"{key} has no effect with {{parallel.dispatcher}}, whose sizes are exact")
     if 0 < factor < 1:
         yield said(recipe, f"{key} is less than a balanced load, so every step would be repeated without the bound")
+    if 0 < recipe.parallel.expert_layer_capacity_factor < 1:
+        key = "{parallel.expert_layer_capacity_factor}"
+        yield said(recipe, f"{key} is less than a balanced load, so every step would be repeated in pieces")
 
 
 @rule(

@@ -93,7 +93,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
     "parallel": {
         "pp vpp dp_replicate cp tp ep etp": Range(1, RANKS),
         "dp_shard": Range(-1, RANKS),
-        "expert_rank_capacity_factor ep_ranks_per_node": ZERO_OR_MORE,
+        "expert_rank_capacity_factor expert_layer_capacity_factor ep_ranks_per_node": ZERO_OR_MORE,
     },
     "perf": {"loss_chunk_tokens": ZERO_OR_MORE},
     "precision": {"num_layers_at_start_in_compute num_layers_at_end_in_compute": ZERO_OR_MORE},

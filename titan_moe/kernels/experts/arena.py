@@ -106,7 +106,8 @@ class Arena:
 
     While `keeps` is true, layers lie one behind the other, for their backward. While it is false, every layer is
     written at the beginning, and its backward computes it again; or, where `is_checkpointed`, a recomputed forward
-    precedes each backward.
+    precedes each backward. While `is_in_pieces`, layers are taken in pieces: each is written at the beginning, so that
+    its backward computes it again in any case.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Arena:
         """The largest head since `reset`."""
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """Whether a layer did not fit, or was overwritten, since `reset`."""
-        self.keeps, self.is_checkpointed = not is_checkpointed, is_checkpointed
+        self.keeps, self.is_checkpointed, self.is_in_pieces = not is_checkpointed, is_checkpointed, False
         self.handle = next(_HANDLES)
         _ARENAS[self.handle] = self
 
@@ -164,7 +165,7 @@ class Arena:
     @property
     def backward_recomputes(self) -> bool:
         """Whether a backward must compute its layer's rows and hidden states again."""
-        return not self.keeps and not self.is_checkpointed
+        return not self.keeps and (self.is_in_pieces or not self.is_checkpointed)
 
     @property
     def can_delay(self) -> bool:

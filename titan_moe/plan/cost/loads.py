@@ -7,6 +7,9 @@ from titan_moe.config.clones import num_clones
 from titan_moe.config.dropping import expert_capacity
 from titan_moe.config.recipe import Recipe, expert_slots, max_batch_tokens, microbatch_tokens, text_tokens
 
+SLOTS_ALIGNMENT = 128
+"""Numbers of slots and rows are multiples of a tile of the expert kernels."""
+
 
 class LayerLoads(NamedTuple):
     """Numbers of rows and slots of the MoE layers on a rank, for one microbatch."""
@@ -23,6 +26,16 @@ class LayerLoads(NamedTuple):
     """Slots of such a layer."""
     num_hidden_layers: int | None = None
     """The layers whose hidden states are kept, a slot each; None for all."""
+    largest: float = 1.0
+    """Tokens of the largest batch over those of a microbatch."""
+
+    def bounded(self, factor: float) -> "LayerLoads":
+        """The same where a layer has no more than `factor` times its balanced rows and slots; 0 bounds nothing."""
+        if not factor:
+            return self
+        factor *= self.largest
+        rows, slots = (aligned(balanced * factor, SLOTS_ALIGNMENT) for balanced in (self.rows, self.slots))
+        return self._replace(worst_rows=min(rows, self.worst_rows), worst_slots=min(slots, self.worst_slots))
 
     def of_all_layers(self) -> tuple[float, int]:
         """Rows and slots of all layers together, balanced."""
@@ -59,6 +72,11 @@ class LayerLoads(NamedTuple):
         return factor
 
 
+def aligned(number: float, multiple: int) -> int:
+    """The next multiple of a number that is not less."""
+    return math.ceil(number / multiple) * multiple
+
+
 def _limit(number: float, worst: int, num_layers: int) -> int:
     return math.ceil(min(max(number, worst), num_layers * worst)) if num_layers else 0
 
@@ -77,7 +95,9 @@ def layer_loads(recipe: Recipe) -> LayerLoads:
         capacity = expert_capacity(num_tokens, moe.num_experts, moe.top_k, moe.capacity_factor)
         padded = p.ep * min(num_tokens * most_choices, num_local * capacity)
         worst_slots = max(padded, p.ep * text_tokens(recipe) * most_choices)
-    return LayerLoads(recipe.model.num_moe_layers, rows, expert_slots(recipe), worst_rows, worst_slots)
+    of_largest = max_batch_tokens(recipe) / max(num_tokens, 1)
+    slots = expert_slots(recipe)
+    return LayerLoads(recipe.model.num_moe_layers, rows, slots, worst_rows, worst_slots, largest=of_largest)
 
 
 def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:

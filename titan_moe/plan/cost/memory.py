@@ -169,7 +169,7 @@ def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, slabs: ArenaSla
     if "block" in again.layers:  # nothing is kept: there is room for one layer
         factor, slabs = 0.0, slabs._replace(number=1, num_delayed=0)
     loads = layer_loads(recipe)._replace(num_layers=slabs.num_layers, num_hidden_layers=slabs.num_hidden_layers)
-    rows, slots = loads.room(factor)
+    rows, slots = loads.bounded(recipe.parallel.expert_layer_capacity_factor).room(factor)
     element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], expert_hidden_size(recipe)
     row, slot = recipe.model.expert_width * element, 2 * hidden * element
     if has_native_experts(recipe):
@@ -185,10 +185,16 @@ def packed_bytes(recipe: Recipe, width: int) -> int:
     return width + -(-4 * num_scales // SCALE_BYTES) * SCALE_BYTES
 
 
-def temporary_bytes_per_rank(recipe: Recipe) -> int:
-    """Count the bytes of one layer's temporaries with an arena, which have room for the worst case."""
-    loads = layer_loads(recipe)
-    return temporary_bytes(recipe, loads.worst_rows, loads.worst_slots, is_native=has_native_experts(recipe))
+def temporary_bytes_per_rank(recipe: Recipe, layer_factor: float | None = None) -> int:
+    """Count the bytes of one layer's temporaries with an arena, which have room for a layer's capacity, that of the
+    recipe or another, or for the worst case.
+
+    A step that exceeds it is repeated in pieces of as many rows and slots, and sums the pieces' weight gradients.
+    """
+    worst, factor = layer_loads(recipe), recipe.parallel.expert_layer_capacity_factor
+    loads = worst.bounded(factor if layer_factor is None else layer_factor)
+    of_layer = temporary_bytes(recipe, loads.worst_rows, loads.worst_slots, is_native=has_native_experts(recipe))
+    return of_layer + (_weight_grad_bytes(recipe) if loads != worst else 0)
 
 
 def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: bool) -> int:
@@ -201,7 +207,7 @@ def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: boo
     """
     width, hidden = recipe.model.expert_width, expert_hidden_size(recipe)
     element = BYTES_OF_DTYPE[recipe.precision.compute]
-    weights = trained_experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) * element
+    weights = _weight_grad_bytes(recipe)
     repeated = recompute_of(recipe)  # hidden states until gradients of rows are put, and rows
     again = 2 * hidden if repeated.of("moe_act", "experts") else 0
     rows_again = rows * width * element if "experts" in repeated.layers and not is_native else 0
@@ -218,6 +224,12 @@ def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: boo
         return round(packed + max(slots * 5 * hidden, slots * (3 * hidden + 2 * width) + sums, products))
     # weight gradients in bf16: rows and hidden states are unpacked, and gradients of hidden states computed again
     return round(packed + max(slots * (4 * hidden + 2 * width) + sums, slots * 14 * hidden + 2 * sums + weights))
+
+
+def _weight_grad_bytes(recipe: Recipe) -> int:
+    """Bytes of the weight gradients of a layer's experts."""
+    of_layer = trained_experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1)
+    return round(of_layer * BYTES_OF_DTYPE[recipe.precision.compute])
 
 
 def _clone_bytes(recipe: Recipe) -> int:
