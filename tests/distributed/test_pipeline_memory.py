@@ -18,9 +18,11 @@ from torch import Tensor
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig
+from titan_moe.dispatch import capacity as capacity_module
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import backward as symm_mem_backward
 from titan_moe.kernels.experts.arena import Arena
+from titan_moe.plan.cost import loads
 from titan_moe.training.step_runner import StepRunner
 
 pytestmark = pytest.mark.interpreted
@@ -88,6 +90,8 @@ def train_in_slabs(candidate: Recipe) -> tuple[dict[str, Any], tuple[int, set[in
         return delay(arena, base)
 
     with (
+        mock.patch.object(capacity_module, "SLOTS_ALIGNMENT", 1),
+        mock.patch.object(loads, "SLOTS_ALIGNMENT", 1),
         mock.patch.object(ExpertCapacity, "start_forward", start),
         mock.patch.object(Arena, "delay", delay_in),
         mock.patch.object(symm_mem_backward, "backward_weight", side_effect=symm_mem_backward.backward_weight) as late,
@@ -180,3 +184,18 @@ def test_a_step_that_overflows_delayed_slabs_is_taken_again(ranks: Any, tmp_path
     for trace in joined([fields for fields, *_ in answers]):
         one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
     assert all(num_late > 0 and num_reruns == 1 for *_, num_late, num_reruns in answers)
+
+
+@pytest.mark.few()
+@pytest.mark.parametrize("changes", [{"pp_layout": "Ett|tL"}, V], ids=["1f1b", "zbv"])
+def test_a_step_in_which_a_layer_overflows_is_taken_again_in_pieces(
+    ranks: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """All slabs have room for their layers. Weight gradients are delayed in the void step alone."""
+    num_layers, is_split = (5, True) if changes == V else (3, False)
+    alone = ranks(1, one_loss.train, deep(over_memory.in_plain_torch(), num_layers, 2), -1, 1)[0]
+    bounded = replace(PP2_EP2, expert_rank_capacity_factor=4.0, expert_layer_capacity_factor=1.0, **changes)
+    answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(bounded), num_layers, 2))
+    for trace in joined([fields for fields, *_ in answers]):
+        one_loss.assert_same(trace, one_loss.Trace(**(alone | {"grads": trace.grads})), 2e-5)
+    assert [(num_late, num_reruns) for *_, num_late, num_reruns in answers] == [(4 if is_split else 0, 1)] * 4

@@ -55,7 +55,7 @@ from titan_moe.parallel.pipeline.stages import find_tied_embedding
 from titan_moe.parallel.routing import StepRouting
 from titan_moe.parallel.step_noise import StepNoise
 from titan_moe.parameters import TENSOR_AXIS, named_kinds
-from titan_moe.plan.cost.memory import temporary_bytes_per_rank
+from titan_moe.plan.cost.memory import bytes_beyond_a_piece, temporary_bytes_per_rank
 from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.resolved import Resolved
 from titan_moe.precision import policy
@@ -132,7 +132,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         qk_clip=optimizers.clip,
         routing=routing,
     )
-    memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes))
+    more = bytes_beyond_a_piece(recipe) if capacity.bounds_each_layer else 0  # than the first steps of "auto"
+    memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes) + more)
     runner = StepRunner(
         step,
         schedule,

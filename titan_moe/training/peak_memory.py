@@ -21,7 +21,8 @@ class PeakMemory:
 
     def __init__(self, capacity: ExpertCapacity, bytes_of_first_recording: int = 0) -> None:
         self.bytes_of_first_recording = bytes_of_first_recording
-        """By how much it will raise the peak, estimated; 0 once the peak counts the pool of one."""
+        """By how much it, or the first bounded step, will raise the peak, estimated; 0 once the peak counts the pool of
+        one."""
         self.capacity, self.device = capacity, capacity.need.device
         self.idle_pool_bytes = 0
         """Of the recordings that exist."""

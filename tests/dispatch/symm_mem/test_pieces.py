@@ -124,7 +124,7 @@ def check_ways(answers: list[Any], *, has_same_bits: bool, tolerance: float = 1e
         assert any(are_void) == (name == "too small"), name
 
 
-@pytest.mark.few("ways0-True")
+@pytest.mark.few()
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("ways", "overlaps"),
@@ -140,6 +140,7 @@ def test_files_of_a_bounded_layer_give_the_same_bits(
     check_ways(ranks(2, run_ways, str(tmp_path), ways, overlaps), has_same_bits=overlaps)
 
 
+@pytest.mark.few()
 @pytest.mark.interpreted
 def test_files_of_a_bounded_layer_with_clones_give_the_same_bits(ranks: Any, tmp_path: Path) -> None:
     check_ways(ranks(2, run_ways, str(tmp_path), ("pieces",), False, symm_mem.MOST_SPARE), has_same_bits=False)

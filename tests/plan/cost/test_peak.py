@@ -16,6 +16,7 @@ from titan_moe.plan.cost.graph_pool import gathering_bytes, message_bytes, reduc
 from titan_moe.plan.cost.loads import LayerLoads, layer_loads
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
+    bytes_beyond_a_piece,
     experts_per_rank,
     gathered_bytes,
     parameters_of,
@@ -208,6 +209,9 @@ def test_temporaries_of_a_bounded_layer() -> None:
     assert temporary_bytes_per_rank(bounded, 8.0) == temporary_bytes_per_rank(worst), "what bounds nothing"
     assert arena_bytes_per_rank(bounded, 0.0) < arena_bytes_per_rank(worst, 0.0) / 2, "of one layer"
     assert arena_bytes_per_rank(bounded, 1.25) == arena_bytes_per_rank(worst, 1.25)
+    rows = layer_loads(bounded).bounded(2.0).worst_rows
+    beyond = 2 * (rows - rows / 4) * 2048 * 2  # a piece has a quarter of all tokens
+    assert bytes_beyond_a_piece(bounded) == pytest.approx(beyond) and bytes_beyond_a_piece(worst) == 0
     assert bounds_layers(bounded) and not bounds_layers(worst)
     said = " ".join(describe(bounded, 8).split())
     assert "GiB of one layer's temporaries, of up to 2 times a balanced load, or of pieces" in said

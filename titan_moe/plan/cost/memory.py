@@ -197,6 +197,20 @@ def temporary_bytes_per_rank(recipe: Recipe, layer_factor: float | None = None) 
     return of_layer + (_weight_grad_bytes(recipe) if loads != worst else 0)
 
 
+def bytes_beyond_a_piece(recipe: Recipe) -> int:
+    """By how much the temporaries of a bounded layer exceed those of a piece, which has as many slots or rows as that,
+    and fewer of the others."""
+    worst = layer_loads(recipe)
+    loads = worst.bounded(recipe.parallel.expert_layer_capacity_factor)
+    if loads == worst:
+        return 0
+    share = min(loads.worst_rows / worst.worst_rows, loads.worst_slots / worst.worst_slots)
+    of_piece = share * worst.worst_rows, share * worst.worst_slots
+    is_native = has_native_experts(recipe)
+    beyond = temporary_bytes_per_rank(recipe) - temporary_bytes(recipe, *of_piece, is_native=is_native)
+    return beyond - _weight_grad_bytes(recipe)
+
+
 def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: bool) -> int:
     """Count the bytes of the temporaries of a MoE layer's backward that has room for so many rows and slots; with
     `is_native`, in the format of experts.
