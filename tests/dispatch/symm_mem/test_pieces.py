@@ -20,6 +20,7 @@ from torch import Tensor
 from titan_moe.dispatch import capacity as capacity_module
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem.fused import PeerPieces, SymmMemFusedDispatcher
+from titan_moe.kernels.experts.formats import FORMATS
 from titan_moe.kernels.experts.fused_mlp import FusedMLP, Keep, biased_expert_mlp, fused_expert_mlp
 from titan_moe.plan.cost import loads
 
@@ -33,10 +34,11 @@ class Way(NamedTuple):
     is_lifted: bool = True
     wrap: Any = "none"
     tokens_at_a_time: int | None = None  # in place of those that have room
+    routings: tuple[str, ...] = layers.ROUTINGS
 
 
 WAYS = {
-    "fits": Way(2.0, is_lifted=False),
+    "fits": Way(1.9, is_lifted=False, routings=("random", "dropped_choices")),
     "too small": Way(is_lifted=False),
     "pieces": Way(),
     "uneven pieces": Way(tokens_at_a_time=5),
@@ -50,19 +52,24 @@ Answer = tuple[list[Tensor], bool, float, list[tuple[int, int]]]
 
 def run_ways(
     folder: str | None, ways: tuple[str, ...], overlaps: bool, num_replicas: int = 0, mlp: FusedMLP = fused_expert_mlp
-) -> tuple[list[Tensor], dict[str, Answer]]:
-    """The results of a microbatch that autograd keeps; and by way, those with a bound on each layer, whether the step
-    is void, the factor that all layers needed, and the numbers of pieces of layers and of the slots of one."""
+) -> tuple[dict[tuple[str, ...], list[Tensor]], dict[str, Answer]]:
+    """The results of microbatches that autograd keeps, by routings; and by way, those with a bound on each layer,
+    whether the step is void, the factor that all layers needed, and the numbers of pieces of layers and of the slots of
+    one."""
     memory, device = symm_mem.share(folder)
     module, num_ranks = fused.my_experts(device, mlp), memory.peer_ptrs_P.numel()
     for parameter in module.parameters():
         parameter.data /= 4
     dispatcher = fused.dispatcher_of(partial(SymmMemFusedDispatcher, overlaps=overlaps), memory, module, num_replicas)
     inner, answers = dispatcher.inner if num_replicas else dispatcher, {}
-    kept_by_autograd = layers.run_layers(dispatcher, module, layers.draw_layers(device))
+    kept = {}
     for name in ways:
         way = WAYS[name]
         with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(layers, "ROUTINGS", way.routings))
+            if way.routings not in kept:
+                dispatcher.capacity = inner.capacity = ExpertCapacity(device=device)
+                kept[way.routings] = layers.run_layers(dispatcher, module, layers.draw_layers(device))
             for of in (capacity_module, loads):
                 stack.enter_context(mock.patch.object(of, "SLOTS_ALIGNMENT", 1))
             capacity = layers.capacity_with_arena(
@@ -94,8 +101,9 @@ def run_ways(
                 module.mlp = mlp
         pieces = [call.args[0] for call in taken.call_args_list]
         numbers = [(len(of.sent), max(sizes.num_slots for sizes in of.of)) for of in pieces]
+        assert capacity.bounds_each_layer, "the worst case has no room"
         answers[name] = results, bool(capacity.invalidates_step), float(capacity.needed_factor()), numbers
-    return kept_by_autograd, answers
+    return kept, answers
 
 
 def check_ways(answers: list[Any], *, has_same_bits: bool, tolerance: float = 1e-6) -> None:
@@ -103,11 +111,13 @@ def check_ways(answers: list[Any], *, has_same_bits: bool, tolerance: float = 1e
     pieces."""
     num_of_weights, balanced = 2, layers.T * layers.K
     voids: dict[str, list[bool]] = {}
-    for kept, of_ways in answers:
-        needs = {need for name, (_, _, need, _) in of_ways.items() if WAYS[name].wrap == "none" and name != "too small"}
+    for of_routings, of_ways in answers:
+        in_pieces = [name for name in of_ways if WAYS[name].wrap == "none" and WAYS[name].is_lifted]
+        needs = {of_ways[name][2] for name in in_pieces}
         assert len(needs) <= 1, "the need is exact in pieces too"
         for name, (results, is_void, _, taken) in of_ways.items():
             voids.setdefault(name, []).append(is_void)
+            kept = of_routings[WAYS[name].routings]
             num = len(results) - (num_of_weights if len(kept) <= 6 else 2 * num_of_weights)
             if name == "too small":
                 assert all(bool(tensor.isfinite().all()) for tensor in results) and not taken
@@ -144,6 +154,14 @@ def test_files_of_a_bounded_layer_give_the_same_bits(
 @pytest.mark.interpreted
 def test_files_of_a_bounded_layer_with_clones_give_the_same_bits(ranks: Any, tmp_path: Path) -> None:
     check_ways(ranks(2, run_ways, str(tmp_path), ("pieces",), False, symm_mem.MOST_SPARE), has_same_bits=False)
+
+
+@pytest.mark.few()
+@pytest.mark.interpreted
+def test_files_of_a_bounded_layer_in_fp8_give_the_same_bits(ranks: Any, tmp_path: Path) -> None:
+    ways, mlp = ("fits", "pieces", "checkpointed", "rows"), FusedMLP(FORMATS["fp8_rowwise"])
+    answers = ranks(2, run_ways, str(tmp_path), ways, True, 0, mlp)
+    check_ways(answers, has_same_bits=True, tolerance=1e-2)
 
 
 @fused.with_gpus
