@@ -32,8 +32,8 @@ from titan_moe.kernels.timing import median_ms
 PRODUCT_CUTS = [
     PRODUCT_CUT,
     *(PRODUCT_CUT._replace(num_stages=stages) for stages in (2, 4)),
-    PRODUCT_CUT._replace(width=128),
-    PRODUCT_CUT._replace(width=128, num_stages=2),
+    PRODUCT_CUT._replace(width=64),
+    PRODUCT_CUT._replace(width=64, num_stages=2),
     PRODUCT_CUT._replace(num_warps=8),
 ]
 GRADIENT_CUTS = [
@@ -46,7 +46,7 @@ GRADIENT_CUTS = [
 SWIGLU_CUTS = [
     CUT,
     *(CUT._replace(num_stages=stages) for stages in (1, 2)),
-    CUT._replace(slots=16),
+    CUT._replace(slots=32),
     CUT._replace(slots=64, num_warps=8),
     CUT._replace(width=128, num_warps=8),
 ]

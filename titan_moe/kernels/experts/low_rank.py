@@ -32,7 +32,7 @@ class LowTiles(NamedTuple):
     num_stages: int = 3
 
 
-PRODUCT_CUT, GRADIENT_CUT = LowTiles(64), LowTiles(256)
+PRODUCT_CUT, GRADIENT_CUT = LowTiles(128), LowTiles(256)
 
 
 def low_block(rank: int) -> int:

@@ -18,7 +18,7 @@ from titan_moe.config.swiglu import PLAIN_SWIGLU, SwiGLU
 from titan_moe.kernels.experts.activation import backward, forward
 from titan_moe.kernels.experts.low_rank import LowTiles, low_block
 
-CUT = LowTiles(64, slots=32)
+CUT = LowTiles(64, slots=16)
 MAX_BLOCK = 32
 """Columns of the rank at a time: sums of three factors take registers."""
 
