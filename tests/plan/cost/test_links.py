@@ -11,7 +11,7 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.cost.links import describe_links, rows_sent
+from titan_moe.plan.cost.links import chosen_probability, describe_links, rows_sent
 from titan_moe.plan.cost.roofline import step_work
 
 MOE = MoEConfig(num_experts=16, top_k=3, ffn_hidden_size=32)
@@ -94,3 +94,15 @@ def test_forwarded_rows_are_traffic() -> None:
     assert wire[0] / wire[1] == pytest.approx(
         float(sum(count("hierarchical", 8, 4, 3)) / sum(count("alltoall", 8, 4, 3)))
     )
+
+
+@pytest.mark.parametrize("num_local", [2, 4, 8])
+def test_groups_of_experts_limit_the_ranks_of_a_token(num_local: int) -> None:
+    moe = replace(MOE, num_groups=4, top_k_groups=2)
+    visits = Fraction(0)
+    for groups in combinations(range(4), 2):
+        experts = [expert for expert in range(16) if expert // 4 in groups]
+        choices = list(combinations(experts, moe.top_k))
+        visits += Fraction(sum(min(choice) < num_local for choice in choices), len(choices) * 6)
+    assert chosen_probability(moe, num_local) == pytest.approx(float(visits))
+    assert chosen_probability(moe, num_local) < chosen_probability(MOE, num_local)

@@ -7,6 +7,7 @@ of E experts without replacement, so the numbers of its experts on a rank or on 
 import math
 from typing import NamedTuple
 
+from titan_moe.config.model import MoEConfig
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, microbatch_tokens
@@ -43,15 +44,30 @@ def rows_sent(recipe: Recipe, world_size: int, sends: str = "") -> RowsSent:
         case "every_row":
             return RowsSent(on_nodes, of_node - 1)
         case "once_a_node":
-            to_node = visit_probability(moe.num_experts, num_experts * of_node, moe.top_k)
+            to_node = chosen_probability(moe, num_experts * of_node)
             if recipe.parallel.facts.can_be_bounded:  # static sizes, of which the rest is empty
                 to_node = min(to_node * _room(recipe.parallel), 1.0)
-            to_rank = visit_probability(moe.num_experts, num_experts, moe.top_k)
+            to_rank = chosen_probability(moe, num_experts)
             # the rank that a row crosses to forwards it to the others there: one of G ranks needs no link
             return RowsSent(on_nodes / of_node * to_node, (num_ranks - num_ranks // of_node) * to_rank)
         case _:
-            to_rank = visit_probability(moe.num_experts, num_experts, moe.top_k)
+            to_rank = chosen_probability(moe, num_experts)
             return RowsSent(on_nodes * to_rank, (of_node - 1) * to_rank)
+
+
+def chosen_probability(moe: MoEConfig, num_local_experts: int) -> float:
+    """The probability that a token chooses one of so many consecutive experts, where all choices that the router's
+    groups allow are equally likely. Parts that cut a group in unequal pieces count as without groups."""
+    groups, chosen = moe.num_groups, moe.top_k_groups
+    of_group = moe.num_experts // max(groups, 1)
+    if chosen >= groups or (of_group % num_local_experts and num_local_experts % of_group):
+        return visit_probability(moe.num_experts, num_local_experts, moe.top_k)
+    own, size = max(num_local_experts // of_group, 1), min(num_local_experts, of_group)
+    return sum(
+        math.comb(own, some) * math.comb(groups - own, chosen - some) / math.comb(groups, chosen)
+        * visit_probability(chosen * of_group, some * size, moe.top_k)
+        for some in range(min(own, chosen) + 1)
+    )  # fmt: skip
 
 
 def _room(parallel: ParallelConfig) -> float:
