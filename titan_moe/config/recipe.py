@@ -49,6 +49,14 @@ def num_microbatches(recipe: Recipe, world_size: int) -> int:
     return recipe.train.global_batch_sequences // sequences_per_pass
 
 
+def counts_ahead(recipe: Recipe, world_size: int) -> bool:
+    """Whether a step runs all of its forwards first, without the head, so that balancing losses have its counts."""
+    p, train = recipe.parallel, recipe.train
+    dp = world_size // max(p.pp * p.cp * p.tp, 1)
+    are_several = train.global_batch_sequences > train.micro_batch_sequences * dp or recipe.model.mtp.num_uses > 1
+    return recipe.model.moe.aux_losses.global_batch > 0 and are_several
+
+
 def microbatch_tokens(recipe: Recipe) -> int:
     """Tokens of a microbatch between the layers of a rank; cp and tp ranks have parts of the same sequences."""
     train, p = recipe.train, recipe.parallel

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.recipe import Recipe
+from titan_moe.config.recipe import Recipe, counts_ahead
 from titan_moe.config.recompute import RECOMPUTABLE, recompute_of
-from titan_moe.config.rules.rule import data_parallel_ranks, rule
+from titan_moe.config.rules.rule import rule
 
 
 @rule(
@@ -30,9 +30,7 @@ def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             f"model.moe.input_jitter = {recipe.model.moe.input_jitter:g} makes noise of the step on the device, which "
             "has not been tested in a capture"
         )
-    microbatch = recipe.train.micro_batch_sequences * data_parallel_ranks(recipe, world_size)
-    counts_ahead = recipe.train.global_batch_sequences > microbatch or recipe.model.mtp.num_uses > 1
-    if recipe.model.moe.aux_losses.global_batch > 0 and counts_ahead:
+    if counts_ahead(recipe, world_size):
         yield (
             f"model.moe.aux_losses.global_batch = {recipe.model.moe.aux_losses.global_batch:g} counts the microbatches "
             "of a step ahead, which has not been tested in a capture"

@@ -12,7 +12,7 @@ from titan_moe.config.modules import Region, modules_of
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.recipe import Recipe, counts_ahead, num_microbatches
 from titan_moe.config.trainable import passes_of
 from titan_moe.plan.choice.hardware import Hardware
 from titan_moe.plan.cost import muon, replicated_grads
@@ -115,26 +115,33 @@ def sharding_by_group(part: RankPart) -> tuple[float, float]:
     """Count the same of dense parameters and of experts: gathered parameters, reduced gradients, sums over replicas.
 
     Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
-    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces. Replicas sum once.
+    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces. Replicas sum once. Forwards
+    that count ahead gather each time, or once where they are not resharded.
     """
     recipe, p = part.recipe, part.recipe.parallel
     sizes = resolve(p, part.world_size)
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
+    times = 1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size)
+    ahead = float(counts_ahead(recipe, part.world_size))
+
+    def gathers(reshards: bool) -> float:
+        is_resharded = reshards and not p.accumulate_unsharded
+        return 1 + is_resharded + ahead * (1.0 if is_resharded else 1 / max(times, 1))
+
     whole = [module for module in part.count.modules if module.layers is None]
     root = sum(module.own_parameters for module in whole)
     trained_root = sum(part.count.num_trained(module) * module.own_parameters for module in whole)
     blocks, trained_blocks = part.count.dense_of_a_rank - root, part.count.trained_dense_of_a_rank - trained_root
     groups = (  # parameters, those that train, gathers a microbatch, ranks that share them
         (root, trained_root, 1, sizes.fsdp),
-        (blocks, trained_blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.fsdp),
+        (blocks, trained_blocks, gathers(p.reshard_after_forward), sizes.fsdp),
         (
             experts_per_rank(recipe),
             trained_experts_per_rank(recipe),
-            1 + (p.reshard_experts_after_forward and not p.accumulate_unsharded),
+            gathers(p.reshard_experts_after_forward),
             sizes.edp,
         ),
     )
-    times = 1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size)
     of_root, of_blocks, of_experts = (
         times * (1 - 1 / num_ranks) * (size * num_gathers * gathered + trained * summed)
         + 2 * trained / num_ranks * (1 - 1 / sizes.dp_replicate) * summed

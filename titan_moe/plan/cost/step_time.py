@@ -11,12 +11,13 @@ from statistics import NormalDist
 
 from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe
+from titan_moe.config.recipe import Recipe, counts_ahead
 from titan_moe.config.recompute import recompute_of
 from titan_moe.plan.cost import muon, replicated_grads
 from titan_moe.plan.cost.block_time import GEMMS, Times, head_times, layer_times
 from titan_moe.plan.cost.codes import stored_numbers
 from titan_moe.plan.cost.count import training_flops_per_token
+from titan_moe.plan.cost.counting_time import counting_seconds
 from titan_moe.plan.cost.gemm_time import Passes
 from titan_moe.plan.cost.memory import experts_per_rank, trained_experts_per_rank
 from titan_moe.plan.cost.messages import link_rate, sharding_exposed, stage_seconds
@@ -95,10 +96,13 @@ def predict(resolved: Resolved, rates: Rates, load: float = 0.0, layers: Sequenc
     for name, more in _of_a_step(part_of(recipe, world, slowest), rates, number, seconds).items():
         step[name] = step.get(name, 0.0) + more
     step["idle"] = bubble
+    is_counted = counts_ahead(recipe, world)
+    if is_counted:
+        step["counting"] = _counting(resolved, of_stages, rates, number)
     total = sum(step.values())
     step["launch"] = GAPS_OF_A_GRAPH * total
     if recipe.compile.cudagraph == "off":
-        host = number * _launched_seconds(recipe, _layers_of(resolved, slowest))
+        host = number * _launched_seconds(recipe, _layers_of(resolved, slowest), is_counted=is_counted)
         step["launch"] = max(GAPS * total, host - total)
     total += step["launch"]
     tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / world / recipe.run.ranks_per_gpu
@@ -108,15 +112,26 @@ def predict(resolved: Resolved, rates: Rates, load: float = 0.0, layers: Sequenc
     return Prediction(total, kept, rate, rate * flops / rates.peak, bubble / total, rates)
 
 
-def _launched_seconds(recipe: Recipe, layers: Sequence[int]) -> float:
-    """What the host takes for a microbatch of these layers."""
+def _counting(resolved: Resolved, of_stages: Sequence[Times], rates: Rates, number: int) -> float:
+    """What counting a step ahead takes, of all layers without the head."""
+    p = resolved.recipe.parallel
+    message = stage_seconds(resolved.recipe, resolved.world_size, rates) if p.pp > 1 else 0.0
+    forwards = [
+        message + sum(part.forward for name, part in times.items() if name != "head") for times in of_stages
+    ]  # fmt: skip
+    ranks = resolved.ranks if p.pp > 1 else [0]
+    return counting_seconds(forwards, ranks, number) * (1 + SPREAD * largest_of(p.ep * p.etp))
+
+
+def _launched_seconds(recipe: Recipe, layers: Sequence[int], *, is_counted: bool) -> float:
+    """What the host takes for a microbatch of these layers, which may be counted ahead."""
     forward, backward = KERNELS
     of_one = LAUNCH + LAUNCH_OF_ROWS * (recipe.parallel.ep > 1)
     if recipe.model.adapter.is_used:
         of_one *= 1 + sum(KERNELS_OF_ADAPTERS) / (forward + backward)
         forward, backward = (a + b for a, b in zip(KERNELS, KERNELS_OF_ADAPTERS, strict=True))
-    again = len(recompute_of(recipe).of("block").intersection(layers)) * forward / (forward + backward)
-    return (len(layers) + again) * of_one
+    again = len(recompute_of(recipe).of("block").intersection(layers)) + len(layers) * is_counted
+    return (len(layers) + again * forward / (forward + backward)) * of_one
 
 
 def usual_load(recipe: Recipe) -> float:
