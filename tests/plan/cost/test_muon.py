@@ -50,9 +50,19 @@ def test_table_counts_what_muon_updates(attention: AttentionConfig) -> None:
         parameter.grad = torch.randn_like(parameter)
     with FlopCounterMode(display=False) as counter:
         optimizers.step()
-    assert counter.get_total_flops() == update_flops(part)
+    assert counter.get_total_flops() == update_flops(part, by_halves=False)
     held = sum(value.nbytes for name, value in optimizers.state_dict().items() if not name.endswith(".step"))
     assert state_bytes(part) == held + 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_symmetric_products_are_computed_by_halves() -> None:
+    whole = newton_schulz_flops(2048, 768, 5, by_halves=False)
+    assert whole == 5 * (4 * 768**2 * 2048 + 2 * 768**3)
+    tiles = 6 * 7 // 2 * 128**2  # of 768 rows, on and below the diagonal
+    computed = newton_schulz_flops(768, 2048, 5, by_halves=True)
+    assert computed == 5 * (2 * tiles * (2048 + 768) + 2 * 768**2 * 2048)
+    assert 0.7 < computed / whole < 0.8
+    assert newton_schulz_flops(8, 24, 3, by_halves=True) == newton_schulz_flops(8, 24, 3, by_halves=False)
 
 
 def test_ranks_share_matrices_and_replicas_repeat_them() -> None:
@@ -64,8 +74,8 @@ def test_ranks_share_matrices_and_replicas_repeat_them() -> None:
         layout = ParallelConfig(dispatcher="allgather", **parallel)  # type: ignore[arg-type]
         return parts_of(Recipe(model=model, optim=MUON, parallel=layout), world_size)[0]
 
-    attention = [newton_schulz_flops(rows, 24, 3) for rows in (24, 12, 12, 24)]  # q, k, v, out
-    experts = [newton_schulz_flops(8, 24, 3)] * 3
+    attention = [newton_schulz_flops(rows, 24, 3, by_halves=True) for rows in (24, 12, 12, 24)]  # q, k, v, out
+    experts = [newton_schulz_flops(8, 24, 3, by_halves=True)] * 3
     assert update_flops(part(1)) == 3 * sum(attention) + 3 * 4 * sum(experts)
     assert exchanged_bytes(part(1)) == 0
     # 3 layers over 4 ranks: one has a layer at most; 2 experts a rank, which 2 ranks of edp share

@@ -18,6 +18,8 @@ TEMPORARY_BYTES = 16
 
 BYTES_OF_A_PEER = 0.4 * 2**30
 """What NCCL allocates for messages from one rank to another and back: 1.2 GiB were seen on each of 4 H100s."""
+ROWS_OF_A_TILE = 128
+"""Of a symmetric product (kernels/optim/symmetric.py)."""
 
 Shape = tuple[int, int]
 
@@ -51,10 +53,13 @@ class Stack(NamedTuple):
         return self.number * self.elements / self.num_ranks
 
 
-def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
-    """Count the FLOPs of one matrix: X X^T, its square, and the product of a polynomial of it with X, in each step."""
+def newton_schulz_flops(rows: int, columns: int, num_steps: int, *, by_halves: bool) -> int:
+    """Count the FLOPs of one matrix: X X^T, its square, and the product of a polynomial of it with X, in each step. The
+    first two are symmetric: by halves, as kernels/optim/symmetric.py computes them on a GPU, they are tiles on and
+    below the diagonal alone."""
     short, long = sorted((rows, columns))
-    return num_steps * (4 * short * short * long + 2 * short**3)
+    elements = short * min(short, (short + ROWS_OF_A_TILE) // 2) if by_halves else short * short
+    return num_steps * (2 * elements * (long + short) + 2 * short * short * long)
 
 
 def is_muons(row: Module) -> bool:
@@ -90,8 +95,9 @@ def stacks_of(part: RankPart) -> Iterator[Stack]:
         yield Stack(((width, hidden),), number * experts, ranks, row.own_widths)
 
 
-def update_flops(part: RankPart) -> float:
-    """Count the FLOPs of Newton-Schulz in one step on the busiest rank; 0 with another optimizer.
+def update_flops(part: RankPart, *, by_halves: bool = True) -> float:
+    """Count the FLOPs of Newton-Schulz in one step on the busiest rank; 0 with another optimizer. By halves on a GPU;
+    whole products on a CPU.
 
     Ranks share the matrices of one shape, none of them a part of one. Replicas compute the same.
     """
@@ -102,7 +108,8 @@ def update_flops(part: RankPart) -> float:
         alike[key] = alike.get(key, 0.0) + stack.number
     stacks = [stack._replace(number=number) for stack, number in alike.items()]
     return sum(
-        stack.num_owned * sum(newton_schulz_flops(*it, muon.ns_steps) for it in stack.shapes) for stack in stacks
+        stack.num_owned * sum(newton_schulz_flops(*it, muon.ns_steps, by_halves=by_halves) for it in stack.shapes)
+        for stack in stacks
     )
 
 
@@ -134,10 +141,9 @@ def connection_bytes(part: RankPart) -> float:
 def describe_muon(parts: Sequence[RankPart]) -> Iterator[str]:
     """What an optimizer step costs beside AdamW's, on the pipeline rank with the most products; nothing with AdamW."""
     part = max(parts, key=update_flops)
-    flops = update_flops(part)
-    if not flops:
-        return
     recipe = part.run or part.recipe
+    if not (flops := update_flops(part, by_halves=recipe.run.device != "cpu")):
+        return
     tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
     a_token = training_flops_per_token(recipe.model, recipe.train.seq_len_tokens, recipe.optim.trainable)
     share = flops / (a_token * tokens / part.world_size)

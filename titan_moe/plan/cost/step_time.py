@@ -54,9 +54,9 @@ CODES = 11
 COPIES, COPIES_OF_FROZEN, SUM_OF_SHARDS = 12, 4, 12
 """Of a gathered parameter, and its gradient, in FSDP's buffers; of one without a gradient; and of a rank's shard, to
 add reduced gradients of microbatches up in fp32."""
-MUON_RATE, MUON_COPIES = 0.81, 15
-"""Of the rate of dense GEMMs, with the FLOPs of whole products, of which some are computed by halves; and bytes a
-parameter of norms and divisions. By kernels alone (tools/results/kernels.md, steps.md)."""
+MUON_RATE, MUON_COPIES = 0.61, 15
+"""Of the rate of dense GEMMs, with symmetric products by halves (0.58 and 0.69 in matrices of 768 and of 2,048 rows);
+and bytes a parameter of norms and divisions. By kernels alone (tools/results/kernels.md, steps.md)."""
 HOST_EXPOSED = 0.25
 """Of copies to and from the host, that takes time of kernels (tools/results/memory.md)."""
 
