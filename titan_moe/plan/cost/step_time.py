@@ -102,7 +102,8 @@ def predict(resolved: Resolved, rates: Rates, load: float = 0.0, layers: Sequenc
     total = sum(step.values())
     step["launch"] = GAPS_OF_A_GRAPH * total
     if recipe.compile.cudagraph == "off":
-        host = number * _launched_seconds(recipe, _layers_of(resolved, slowest), is_counted=is_counted)
+        of_ranks = (_layers_of(resolved, rank) for rank in range(recipe.parallel.pp))
+        host = number * max(_launched_seconds(recipe, layers, is_counted=is_counted) for layers in of_ranks)
         step["launch"] = max(GAPS * total, host - total)
     total += step["launch"]
     tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / world / recipe.run.ranks_per_gpu
