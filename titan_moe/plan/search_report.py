@@ -84,15 +84,7 @@ def describe_plan(result: Result, recipe: Recipe, world_size: int, gpu: str) -> 
 
 
 def _cells(found: Found, world_size: int) -> tuple[str, ...]:
-    row, p, prediction = _row(found, world_size), found.recipe.parallel, found.prediction
-    sizes = [f"{name} {getattr(p, name)}" for name in ("pp", "tp", "cp", "ep", "etp") if getattr(p, name) > 1]
-    sizes += [f"dp_replicate {p.dp_replicate}"] * (p.dp_replicate > 1)
-    if p.pp > 1:
-        sizes.append(p.pp_schedule + f" vpp {p.vpp}" * (p.vpp > 1))
-    sizes.append(p.dispatcher + f" {p.overlap}" * (p.overlap != "none"))
-    sizes.append(f"{found.candidate.num_microbatches} x {found.recipe.train.micro_batch_sequences} sequences")
-    sizes += ["gathered once"] * p.accumulate_unsharded + ["launched"] * (found.recipe.compile.cudagraph == "off")
-    sizes += [f"recompute {_short(found.entries)}"] * bool(found.entries)
+    row, prediction = _row(found, world_size), found.prediction
     return (
         f"{row['tokens_per_second_per_gpu']:,}",
         f"{100 * prediction.mfu:.1f}",
@@ -101,8 +93,22 @@ def _cells(found: Found, world_size: int) -> tuple[str, ...]:
         f"{100 * prediction.bubble:.1f}",
         f"{row['hours']:,.1f}",
         f"{row['gpu_hours']:,}",
-        " · ".join(sizes),
+        layout_in_words(found),
     )
+
+
+def layout_in_words(found: Found) -> str:
+    """What differs between layouts: `pp 8 · ep 8 · 1f1b · symm_mem tile · 128 x 1 sequences`."""
+    p = found.recipe.parallel
+    sizes = [f"{name} {getattr(p, name)}" for name in ("pp", "tp", "cp", "ep", "etp") if getattr(p, name) > 1]
+    sizes += [f"dp_replicate {p.dp_replicate}"] * (p.dp_replicate > 1)
+    if p.pp > 1:
+        sizes.append(p.pp_schedule + f" vpp {p.vpp}" * (p.vpp > 1))
+    sizes.append(p.dispatcher + f" {p.overlap}" * (p.overlap != "none"))
+    sizes.append(f"{found.candidate.num_microbatches} x {found.recipe.train.micro_batch_sequences} sequences")
+    sizes += ["gathered once"] * p.accumulate_unsharded + ["launched"] * (found.recipe.compile.cudagraph == "off")
+    sizes += [f"recompute {_short(found.entries)}"] * bool(found.entries)
+    return " · ".join(sizes)
 
 
 def _short(entries: Sequence[str]) -> str:
