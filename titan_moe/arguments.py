@@ -68,7 +68,7 @@ def command_line() -> argparse.ArgumentParser:
 def _add_plan(verbs: Any) -> None:
     """Add the command that searches for layouts."""
     purpose = "find the fastest layouts of a recipe that fit the memory of GPUs, by prediction, without importing torch"
-    options = "[--nproc-per-node N] [--gpu NAME] [--top N] [--json] [--write FILE] [--fit] "
+    options = "[--nproc-per-node N] [--gpu NAME] [--top N] [--json] [--write FILE] [--fit] [--what-if [BASE]] "
     nproc = "number of ranks of the run; with --fit the most"
     verb = _add_verb(verbs, "plan", purpose, "the recipe, whose model, batch and precision are kept", nproc, options)
     of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
@@ -82,6 +82,8 @@ def _add_plan(verbs: Any) -> None:
     verb.add_argument("--json", action="store_true", help="print the layouts as JSON")
     verb.add_argument("--write", metavar="FILE", help="write the best layout as a recipe that bases on this one")
     verb.add_argument("--fit", action="store_true", help="the fewest GPUs that hold a step, and their best layout")
+    changed = "show a layout with one thing changed each, instead of the table: the best one, or that of the recipe"
+    verb.add_argument("--what-if", nargs="?", const="best", choices=("best", "recipe"), help=changed)
 
 
 def _add_conversions(verbs: Any) -> None:

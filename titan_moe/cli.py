@@ -156,7 +156,7 @@ def _command(argv: Sequence[str]) -> int:
 
 def _options_of_plan(args: argparse.Namespace) -> dict[str, Any]:
     options = {"gpu": args.gpu, "tokens_per_step": args.tokens_per_step, "top": args.top}
-    return options | {"as_json": args.json, "write": args.write, "fewest": args.fit}
+    return options | {"as_json": args.json, "write": args.write, "fewest": args.fit, "what_if": args.what_if}
 
 
 def _tell_of_several_paths(overrides: list[str]) -> None:

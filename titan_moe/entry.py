@@ -14,7 +14,7 @@ from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node, 
 from titan_moe.config.parse import blame
 from titan_moe.config.schema import counted
 from titan_moe.data.chat.records import Conversation
-from titan_moe.plan.answer import answer
+from titan_moe.plan.answer import answer, changed
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.data_report import in_words
 
@@ -58,9 +58,11 @@ def plan(
     as_json: bool = False,
     write: str | None = None,
     fewest: bool = False,
+    what_if: str | None = None,
 ) -> str:
     """Return the report of `titan-moe plan`: the fastest layouts of a recipe on so many GPUs, by prediction, or with
-    `fewest` on the fewest that hold it. Does not import torch.
+    `fewest` on the fewest that hold it. With `what_if`, the "best" layout or that of the "recipe" with one thing
+    changed each. Does not import torch.
 
     Fields of `[parallel]` among the overrides are fixed. `write` names a new recipe for the best layout.
 
@@ -69,9 +71,13 @@ def plan(
     given = [word.removeprefix("--").partition("=")[0] for word in overrides]
     file = recipe if isinstance(recipe, (str, Path)) else None
     with planning():
+        if what_if == "recipe":
+            return changed(_load(recipe, overrides), num_ranks, gpu, as_json=as_json)
         found = answer(_load(recipe, overrides), given, num_ranks, gpu, tokens_per_step, top, fewest=fewest)
         if write is not None:
             found.write(write, file)
+        if what_if:
+            return found.changed(as_json=as_json)
         return found.json if as_json else found.text
 
 
