@@ -9,6 +9,7 @@ from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
 MOST_COPIES = 4096
 """Of an MLP, and pieces of it."""
 OF_AVERAGES = "of the averages of weights that the run keeps (optim.ema_decay)"
+RATES = "rates of a GPU and its links that titan-moe calibrate has measured, instead of the shipped ones"
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -42,11 +43,16 @@ def command_line() -> argparse.ArgumentParser:
     compared = (
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
     )
+    checked.add_argument("--rates", metavar="FILE", help=RATES)
     checked.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. Its speed is predicted too")
     checked.add_argument("--json", action="store_true", help="print one object of JSON, with breaches of rules")
     explained = "explain a field or a section of recipes; without KEY list all fields"
     checked.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
     _add_plan(verbs)
+    purpose = "measure what this host's GPUs and their links reach, in a minute: a table for --rates of plan and check"
+    measured = verbs.add_parser("calibrate", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+    measured.add_argument("--nproc", type=_ranks, metavar="N", help=f"{launched}, without links")
+    measured.add_argument("--out", metavar="FILE", help="the table, TOML; default: printed")
     purpose = "print all fields of recipes at their defaults, with explanations, as one TOML"
     of_hf = "a Hugging Face checkpoint; prints the recipe that trains it on, with what was assumed"
     printed = verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
@@ -68,7 +74,9 @@ def command_line() -> argparse.ArgumentParser:
 def _add_plan(verbs: Any) -> None:
     """Add the command that searches for layouts."""
     purpose = "find the fastest layouts of a recipe that fit the memory of GPUs, by prediction, without importing torch"
-    options = "[--nproc-per-node N] [--gpu NAME] [--top N] [--json] [--write FILE] [--fit] [--what-if [BASE]] "
+    options = (
+        "[--nproc-per-node N] [--gpu NAME] [--rates FILE] [--top N] [--json] [--write FILE] [--fit] [--what-if [BASE]] "
+    )
     nproc = "number of ranks of the run; with --fit the most"
     verb = _add_verb(verbs, "plan", purpose, "the recipe, whose model, batch and precision are kept", nproc, options)
     of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
@@ -76,6 +84,7 @@ def _add_plan(verbs: Any) -> None:
     verb.add_argument(
         "--gpu", type=_gpu, metavar="NAME", help="GPU, such as H200; default: that of this machine, or H100"
     )
+    verb.add_argument("--rates", metavar="FILE", help=RATES)
     tokens = "tokens of an optimizer step, instead of train.global_batch_sequences"
     verb.add_argument("--tokens-per-step", type=_ranks, metavar="N", help=tokens)
     verb.add_argument("--top", type=_ranks, default=10, metavar="N", help="layouts to show; default 10")

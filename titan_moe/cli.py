@@ -1,5 +1,5 @@
 """The command line: `titan-moe train`, `trace`, `check`, `plan`, `recipe`, `import`, `export`, `generate`, `evaluate`,
-`average`, `compare`.
+`average`, `compare`, `convert`, `calibrate`.
 
 Refuses invalid recipes before it imports torch.
 """
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from titan_moe.arguments import command_line
@@ -42,6 +43,7 @@ from titan_moe.entry import (
     written,
 )
 from titan_moe.plan.check_data import check_data
+from titan_moe.plan.cost.rates_file import rates_from
 from titan_moe.run.end_process import end_soon
 from titan_moe.run.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
 from titan_moe.run.parent_death import die_with_parent
@@ -51,6 +53,8 @@ from titan_moe.run.terminal import complain
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_DELAY_S = 3.0
 """Delay of error messages on all ranks but the first of a node. Torchrun ends them earlier if the first one fails."""
+CALIBRATION_S = 600.0
+"""After which a rank of a calibration is killed when another one has ended."""
 STRAGGLERS_S = 600.0
 """After which a process of a conversion is killed when another one has ended: they end together."""
 MINUTES_OF_A_CONVERSION = 24 * 60.0
@@ -135,12 +139,16 @@ def _command(argv: Sequence[str]) -> int:
             return _convert(args)
         if args.verb in ("generate", "evaluate"):
             return _use(args, overrides, argv)
+        if args.verb == "calibrate":
+            return _calibrate(args)
         if args.verb == "check":
-            with _closed_pipe_ignored():
+            with _closed_pipe_ignored(), rates_from(args.rates) as device:
+                args.gpu = args.gpu or device
                 return _check(args, overrides)
             return 0
         if args.verb == "plan":
-            with _closed_pipe_ignored():
+            with _closed_pipe_ignored(), rates_from(args.rates) as device:
+                args.gpu = args.gpu or device
                 print(plan(args.recipe, overrides, args.nproc, **_options_of_plan(args)))
             return 0
         _tell_of_several_paths(overrides)
@@ -152,6 +160,29 @@ def _command(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure this host's GPU, or as many as there are ranks, with their links."""
+    world_size = _world_size(args.nproc)
+    if world_size > 1 and "WORLD_SIZE" not in os.environ:
+        from titan_moe.run.launch import launch
+
+        return launch(world_size, ["calibrate", *([f"--out={args.out}"] if args.out else [])], CALIBRATION_S)
+    set_variables_of_torch("cuda")
+    with imports_frozen():
+        from titan_moe.profile.calibration import calibrate, require_gpu
+        from titan_moe.run.process import process_group
+    require_gpu()
+    with process_group(RunConfig(device="cuda")) as device:
+        table = calibrate(device)
+    if os.environ.get("RANK", "0") == "0":
+        if args.out:
+            Path(args.out).write_text(table, encoding="utf-8")
+            print(f"wrote {args.out}: titan-moe plan RECIPE.toml --nproc N --rates {args.out}")
+        else:
+            print(table, end="")
+    return 0
 
 
 def _options_of_plan(args: argparse.Namespace) -> dict[str, Any]:

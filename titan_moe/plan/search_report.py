@@ -75,9 +75,9 @@ def describe_plan(result: Result, recipe: Recipe, world_size: int, gpu: str) -> 
     lines = [
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
-    is_measured = result.found[0].prediction.rates.is_measured
-    notes = [] if is_measured else [f"{gpu} was not measured: rates by its data sheet"]
-    if world_size > ranks_of_a_node(world_size):
+    rates = result.found[0].prediction.rates
+    notes = [] if rates.is_measured else [f"{gpu} was not measured: rates by its data sheet"]
+    if world_size > ranks_of_a_node(world_size) and not rates.node_link_is_measured:
         notes.append("messages between nodes were not measured: 42 GB/s of each GPU's adapter are assumed")
     notes = [*describe_beyond(result.found[0], world_size, gpu), *notes]
     return "\n".join([f"{head} ({tried})", *lines, *reasons(result.found), *notes])

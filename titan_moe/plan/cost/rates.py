@@ -1,10 +1,14 @@
 """What a GPU and its links reach: rates of kernels and messages, from which the time of a step is computed.
 
 The defaults are those of a Hopper GPU of 989 TFLOP/s (tools/results/kernels.md and fp8.md). Tables in plan/tables/rates
-have those that differ by card. A card without a table has rates in the proportions of its data sheet, and says so.
+have those of cards that were measured. A card without a table has rates in the proportions of its data sheet, and says
+so. `titan-moe calibrate` writes a table of the same form (rates_file.py), which stands in for these.
 """
 
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -39,6 +43,7 @@ class Rates:
     link: float = 330e9
     node_link: float = 42e9
     """Between nodes, of a GPU with its own adapter of 400 Gbit/s."""
+    node_link_is_measured: bool = False
     collective_rows: float = 120e9
     """Rows by collectives in a node, with the passes that sort them."""
     split_collectives: float = 180e9
@@ -52,9 +57,27 @@ class Rates:
         return replace(self, is_measured=False, **{name: getattr(self, name) * by for name, by in factors.items()})
 
 
-@lru_cache(maxsize=8)
+_OWN: ContextVar[tuple[Hardware, Rates] | None] = ContextVar("own rates", default=None)
+
+
+@contextmanager
+def own_rates(hardware: Hardware, rates: Rates) -> Iterator[None]:
+    """Take these rates for those of a card."""
+    token = _OWN.set((hardware, rates))
+    try:
+        yield
+    finally:
+        _OWN.reset(token)
+
+
 def rates_of(device: str) -> Rates | None:
     """The rates of a device by its name; None for an unknown one."""
+    own = _OWN.get()
+    return own[1] if own and find_hardware(device) == own[0] else _shipped(device)
+
+
+@lru_cache(maxsize=8)
+def _shipped(device: str) -> Rates | None:
     if (hardware := find_hardware(device)) is None:
         return None
     for path in sorted((TABLES / "rates").glob("*.toml")):
