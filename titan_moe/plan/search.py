@@ -2,12 +2,14 @@
 
 Candidates are taken in the order of a bound of their speed: times of layers, shared by all candidates that compute and
 send alike, without what a schedule, memory and messages of sharding add. What the bound leaves out is computed for the
-best ones, step by step: rules and the peak, the step with its schedule, what is computed again. A layout is found when
-no bound is above its speed.
+best ones, step by step: rules and the peak, the step with its schedule, what "auto" computes again, of which a ladder
+tells about as much. A layout is found when none of these is above its speed.
 """
 
+import gc
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from types import MappingProxyType
@@ -46,9 +48,12 @@ LADDER = (
     ("norms", "expert_weights"),
     ("norms", "moe_act", "shared_experts", "dense_mlp"),
     ("norms", "experts", "shared_experts", "dense_mlp"),
+    ("qkv_rope", "mla_up", "norms", "experts", "shared_experts", "dense_mlp", "attention"),
     ("block",),
 )
 """What is computed again while layouts are compared; for those that are found "auto" is asked."""
+OF_EXPERTS = 3
+"""The step of the ladder from which experts are computed again."""
 CHANGED = ("parallel.", "compile.", "memory.recompute", "train.micro_batch_sequences")
 """Fields of candidates."""
 FILL = {"1f1b": 1.0, "interleaved_1f1b": 1.0, "zbv": 0.1, "dualpipev": 0.3}
@@ -74,8 +79,14 @@ class _Tried(NamedTuple):
 
     recipe: Recipe
     entries: tuple[str, ...]
+    fewer: tuple[str, ...]
+    """What is computed again on the step of the ladder before, with which it does not fit: "auto" is between both."""
+    share: float
+    """Where between both it just fits, by memory."""
     speed: float = 0.0
-    """0 while only its bound is known."""
+    """There; 0 while only its bound is known."""
+    found: Found | None = None
+    """With what "auto" chooses; None before it is asked."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,20 @@ def search(
     rates, hardware = rates_of(gpu), find_hardware(gpu)
     if rates is None or hardware is None:
         raise ValueError(f"{gpu} is not a known GPU")
-    return _Search(recipe, world_size, rates, hardware, fixed).run(top)
+    with _no_collection():
+        return _Search(recipe, world_size, rates, hardware, fixed).run(top)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Spare scans of thousands of candidates, none of which is garbage: a tenth of a search."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def fewest_ranks(recipe: Recipe, most: int, gpu: str, fixed: Mapping[str, object]) -> tuple[int, Result]:
@@ -125,6 +149,11 @@ def _breach_of_all(recipe: Recipe, world_size: int) -> str:
     return ""
 
 
+def _between(fast: float, slow: float, share: float) -> float:
+    """A speed between two, by the share of the time that lies between them."""
+    return 1 / ((1 - share) / fast + share / slow)
+
+
 class _Search:
     def __init__(
         self, recipe: Recipe, world_size: int, rates: Rates, hardware: Hardware, fixed: Mapping[str, object]
@@ -146,6 +175,7 @@ class _Search:
         self.of_node = ranks_of_a_node(world_size)
         self.smallest: dict[Candidate, Candidate] = {}
         self.fits: dict[Candidate, bool] = {}
+        self.repeats: dict[tuple[object, ...], bool] = {}
         self.num_candidates = self.num_tried = 0
 
     def run(self, top: int) -> Result:
@@ -178,13 +208,19 @@ class _Search:
                 continue
             if so_far is None:
                 if tried := self._try(candidate):
-                    push(self._bound(candidate, tried.entries), candidate, tried)
+                    ends = (self._bound(candidate, tried.fewer), self._bound(candidate, tried.entries))
+                    push(_between(*ends, tried.share), candidate, tried)
             elif so_far.speed == 0.0:
                 speed = self._predicted(candidate, so_far.recipe, so_far.entries)[1].tokens_per_second
+                fast, slow = (self._bound(candidate, it) for it in (so_far.fewer, so_far.entries))
+                speed *= _between(fast / slow, 1.0, so_far.share)
                 push(speed, candidate, so_far._replace(speed=speed))
-            elif finished := self._finish(candidate, so_far):
+            elif so_far.found is None:
+                if finished := self._finish(candidate, so_far):
+                    push(finished.prediction.tokens_per_second, candidate, so_far._replace(found=finished))
+            else:
                 done.add(candidate.layout)
-                yield finished
+                yield so_far.found
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """Whether what is held for a whole step may fit; stages are taken as equal."""
@@ -262,9 +298,18 @@ class _Search:
             return None
         given = self.recipe.memory.recompute
         if AUTO not in given:
-            return _Tried(recipe, tuple(given))
-        rung = self._rung(recipe, is_known=candidate == self.smallest[candidate.family])
-        return None if rung is None else _Tried(recipe, LADDER[rung])
+            return _Tried(recipe, tuple(given), tuple(given), 1.0)
+        gibs: dict[int, float] = {}
+        rung = self._rung(recipe, gibs, is_known=candidate == self.smallest[candidate.family])
+        if rung is None:
+            return None
+        if not rung:
+            return _Tried(recipe, LADDER[0], LADDER[0], 1.0)
+        if not self._may_repeat(candidate, recipe, rung):
+            return None
+        without, with_them = (self._gib_of(recipe, gibs, step) for step in (rung - 1, rung))
+        share = min((without - self.limit) / max(without - with_them, 1e-9), 1.0)
+        return _Tried(recipe, LADDER[rung], LADDER[rung - 1], share)
 
     def _family_fits(self, candidate: Candidate) -> bool:
         """Whether the smallest microbatch fits with all computed again."""
@@ -286,18 +331,33 @@ class _Search:
             self.refusal = breaches[0]
         return None
 
-    def _rung(self, recipe: Recipe, *, is_known: bool) -> int | None:
+    def _rung(self, recipe: Recipe, gibs: dict[int, float], *, is_known: bool) -> int | None:
         """The first of the ladder with which a step fits; of the last `is_known` that it does."""
         few, many = 0, len(LADDER) - 1
-        if not is_known and not self._fits(recipe, LADDER[many]):
+        if not is_known and self._gib_of(recipe, gibs, many) > self.limit:
             return None
         while few < many:
             middle = (few + many) // 2
-            if self._fits(recipe, LADDER[middle]):
+            if self._gib_of(recipe, gibs, middle) <= self.limit:
                 many = middle
             else:
                 few = middle + 1
         return many
+
+    def _may_repeat(self, candidate: Candidate, recipe: Recipe, step: int) -> bool:
+        """Whether rules allow this step of the ladder with the schedule and the overlap: blocks in pieces refuse norms,
+        and split backwards blocks, and experts as these. All models have both; what else a step names, some lack."""
+        probe = LADDER[-1] if step >= OF_EXPERTS else ("norms",)
+        options = candidate.pp_schedule, candidate.overlap, candidate.dispatcher, candidate.layout.pp > 1, probe
+        if options not in self.repeats:
+            self.repeats[options] = not check_rules(with_entries(recipe, probe), self.world_size)
+        return self.repeats[options]
+
+    def _gib_of(self, recipe: Recipe, gibs: dict[int, float], step: int) -> float:
+        """The memory on a step of the ladder; `gibs` has those that are known."""
+        if step not in gibs:
+            gibs[step] = self._gib(recipe, LADDER[step])
+        return gibs[step]
 
     def _finish(self, candidate: Candidate, tried: _Tried) -> Found | None:
         """A candidate with what "auto" computes again; None if a pipeline rank does not fit after all."""
@@ -306,20 +366,31 @@ class _Search:
             choice = choose_recompute(resolve_clones(recipe, self.world_size), self.world_size, self.hardware)
             entries = choice.entries
         resolved, prediction = self._predicted(candidate, recipe, entries)
-        factor = resolved.recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
-        gib = (resolved.peak_bytes(factor) + resolved.outside_bytes) / 2**30
+        gib = self._peak_gib(resolved)
         return Found(candidate, recipe, resolved, prediction, gib, entries) if gib <= self.limit else None
 
+    def _resolved(self, recipe: Recipe, entries: tuple[str, ...]) -> Resolved:
+        return Resolved(resolve_clones(with_entries(recipe, entries), self.world_size), self.world_size)
+
+    def _peak_gib(self, resolved: Resolved) -> float:
+        """Of all pipeline ranks."""
+        factor = resolved.recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
+        return (resolved.peak_bytes(factor) + resolved.outside_bytes) / 2**30
+
     def _predicted(self, candidate: Candidate, recipe: Recipe, entries: tuple[str, ...]) -> tuple[Resolved, Prediction]:
-        resolved = Resolved(resolve_clones(with_entries(recipe, entries), self.world_size), self.world_size)
+        resolved = self._resolved(recipe, entries)
         return resolved, predict(resolved, self.rates, layers=self._layers(candidate, entries))
 
     def _fits(self, recipe: Recipe, entries: tuple[str, ...]) -> bool:
         """Whether the first and the last pipeline rank fit; `_finish` asks the others."""
+        return self._gib(recipe, entries) <= self.limit
+
+    def _gib(self, recipe: Recipe, entries: tuple[str, ...]) -> float:
+        """The memory that the first or the last pipeline rank needs, whichever needs more."""
         recipe = resolve_clones(with_entries(recipe, entries), self.world_size)
         pp = recipe.parallel.pp
         resolved = Resolved(recipe, self.world_size)
-        own = (self.limit * 2**30) - resolved.outside_bytes
         factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
         parts = (part_of(recipe, self.world_size, rank) for rank in dict.fromkeys((0, pp - 1)))
-        return all(peak_bytes(part, factor, resolved.experts) <= own for part in parts)
+        peak = max(peak_bytes(part, factor, resolved.experts) for part in parts)
+        return (peak + resolved.outside_bytes) / 2**30
