@@ -17,7 +17,7 @@ from titan_moe.config.rules import check_rules
 from titan_moe.config.schema import value_of
 from titan_moe.plan.beyond import NEXT
 from titan_moe.plan.choice.hardware import find_hardware
-from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, limit_gib, with_entries
+from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, with_entries
 from titan_moe.plan.cost.rates import rates_of
 from titan_moe.plan.cost.step_time import Prediction, predict
 from titan_moe.plan.resolved import Resolved
@@ -162,7 +162,7 @@ def _case(name: str, recipe: Recipe, num_ranks: int, gpu: str) -> Case:
     rates, hardware = rates_of(gpu), find_hardware(gpu)
     assert rates is not None
     assert hardware is not None
-    limit = limit_gib(hardware, recipe.run.ranks_per_gpu)
+    limit = hardware.free_gib(recipe.run.ranks_per_gpu)
     prediction, gib = _predicted(recipe, num_ranks, gpu)
     recomputed = 0.0
     if gib > limit:
@@ -177,7 +177,7 @@ def _predicted(recipe: Recipe, num_ranks: int, gpu: str) -> tuple[Prediction, fl
     resolved, rates = Resolved(resolve_clones(recipe, num_ranks), num_ranks), rates_of(gpu)
     assert rates is not None
     factor = resolved.recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
-    return predict(resolved, rates), (resolved.peak_bytes(factor) + resolved.shared_bytes) / 2**30
+    return predict(resolved, rates), (resolved.peak_bytes(factor) + resolved.outside_bytes) / 2**30
 
 
 def parts_of_a_token(case: Case) -> dict[str, float]:

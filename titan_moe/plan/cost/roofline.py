@@ -115,8 +115,8 @@ def sharding_by_group(part: RankPart) -> tuple[float, float]:
     """Count the same of dense parameters and of experts: gathered parameters, reduced gradients, sums over replicas.
 
     Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
-    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces. Replicas sum once. Forwards
-    that count ahead gather each time, or once where they are not resharded.
+    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces. Replicas sum once.
+    Forwards that count ahead gather each time, or once where they are not resharded.
     """
     recipe, p = part.recipe, part.recipe.parallel
     sizes = resolve(p, part.world_size)
