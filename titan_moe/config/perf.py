@@ -41,6 +41,11 @@ class PerfConfig:
         chosen = choose_kernels(self.kernels, self.override)
         return replace(chosen, attention="flex" if self.attention == "flex" else "sdpa")
 
+    @property
+    def fuses_experts(self) -> bool:
+        """Whether routed experts are Triton's, which `auto` takes on GPUs wherever no rule forbids it."""
+        return self.kernels == "auto" or self.chosen_kernels.experts == "fused"
+
 
 @dataclass(frozen=True)
 class CompileConfig:

@@ -150,14 +150,9 @@ class _Block:
         has_codes = row.path in self.codes
         passes = expert_passes(self.rates, loads.slots, loads.rows, number, row.own_widths, has_codes=has_codes)
         passes = passes.times(self._blockwise(row))
-        if self._is_fused and not (has_codes and recipe.model.moe.expert_mlp_bias):
+        if self.recipe.perf.fuses_experts and not (has_codes and recipe.model.moe.expert_mlp_bias):
             return passes
         return passes.times(CODES_OF_TORCH if has_codes else EXPERTS_OF_TORCH)
-
-    @property
-    def _is_fused(self) -> bool:
-        perf = self.recipe.perf
-        return perf.kernels == "auto" or perf.chosen_kernels.experts == "fused"
 
     def _blockwise(self, row: Module) -> float:
         """By how much longer a module takes in blocks than in rows."""
@@ -176,7 +171,9 @@ class _Block:
         kind = kind_of_linear(base.path)
         assert kind is not None, "linear layers with adapters have a kind"
         sizes = tokens, base.own_widths, num_matrices(base.path), of_model.rank_of(kind)
-        return linear_adapter(self.rates, *sizes, is_joined=self._is_fused and not base.path.endswith("down"))
+        return linear_adapter(
+            self.rates, *sizes, is_joined=self.recipe.perf.fuses_experts and not base.path.endswith("down")
+        )
 
     def _messages(self) -> Mapping[str, float]:
         """What a layer's messages take of a forward, and again of its backward."""

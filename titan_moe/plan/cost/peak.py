@@ -59,8 +59,8 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
     recipe, p, count = part.recipe, part.recipe.precision, part.count
     dtypes = (p.compute, p.reduce, p.gradients_dtype)
     compute, reduce, gradient = (BYTES_OF_DTYPE[dtype] for dtype in dtypes)
-    is_once = recipe.parallel.accumulate_unsharded
-    has_copies = resolve(recipe.parallel, part.world_size).experts_are_unsharded(p)
+    is_once, sizes = recipe.parallel.accumulate_unsharded, resolve(recipe.parallel, part.world_size)
+    has_copies = sizes.experts_are_unsharded(p)
     is_first = num_microbatches(recipe, part.world_size) == 1  # and the last: nothing is accumulated before
     gradients = trained_of(part) * gradient
     state = state_bytes(part) - gradients
@@ -72,6 +72,7 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
     if not count.all_train:
         root = (it for it in count.modules if it.region in ("embedding", "head"))
         reduced_root = sum(count.num_trained(it) * it.parameters for it in root) / recipe.parallel.tp
+        of_root = of_root if sizes.fsdp > 1 else reduced_root  # what is frozen and not sharded is not gathered
     of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
     loss = _loss_bytes(recipe) if part.has_head else 0
     of_head = (count["head"] or count["embedding"]) / recipe.parallel.tp * compute if part.has_head else 0
@@ -216,8 +217,8 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     native = kept * count_packed_experts(recipe) / m.num_moe_layers
     copied = sent or microbatch_tokens(recipe)
     share = 1 - without_hidden / max(kept, 1)
-    rank, is_fused = m.adapter.rank_of("experts"), recipe.perf.chosen_kernels.experts == "fused"
-    if rank and is_fused:
+    rank = m.adapter.rank_of("experts")
+    if rank and recipe.perf.fuses_experts:
         hidden += 3 * rank
     elif rank:  # composed: rows of slots, activations and results of first factors are kept
         hidden, share = round(width + 1.5 * hidden + 3 * rank), 1.0
@@ -249,8 +250,7 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     if "block" in again.layers and m.num_moe_layers and not has_arena:
         elements += _sizes(recipe, capacity_factor).slots * 2 * expert_hidden_size(recipe)
     if rank := m.adapter.rank_of("experts"):  # composed: rows and results of slots, activations; low products
-        is_fused = recipe.perf.chosen_kernels.experts == "fused"
-        of_slot = 3 * rank + (0 if is_fused else 2 * m.expert_width + expert_hidden_size(recipe))
+        of_slot = 3 * rank + (0 if recipe.perf.fuses_experts else 2 * m.expert_width + expert_hidden_size(recipe))
         elements += _sizes(recipe, capacity_factor).slots * of_slot if m.num_moe_layers else 0
     if "norms" in again.layers:  # what reads it first in backward makes it, and the router reads it last
         elements += m.hidden_size * microbatch_tokens(recipe)

@@ -44,7 +44,9 @@ LAUNCH, LAUNCH_OF_ROWS = 10e-3, 7e-3
 """Seconds that the host takes to launch a layer's forward and backward, and its dispatcher's."""
 KERNELS, KERNELS_OF_ADAPTERS = (25, 40), (15, 37)
 """Some of a layer, and of adapters of its attention and experts and of codes, in forward and backward, by the lines of
-adapters/low_rank.py and kernels/experts/adapted_fused_mlp.py. Each takes the host as long as one of the layer's."""
+adapters/low_rank.py and kernels/experts/adapted_fused_mlp.py."""
+HOST_OF_ADAPTERS = 0.45
+"""The host's time of a kernel of adapters over that of a kernel of a layer, which has hooks and pieces."""
 GAPS, GAPS_OF_A_GRAPH = 0.035, 0.015
 """Of a step, between launched kernels, and between those of a graph."""
 CAST, ACCUMULATE_FIRST, ACCUMULATE = 6, 6, 10
@@ -129,8 +131,9 @@ def _launched_seconds(recipe: Recipe, layers: Sequence[int], *, is_counted: bool
     forward, backward = KERNELS
     of_one = LAUNCH + LAUNCH_OF_ROWS * (recipe.parallel.ep > 1)
     if recipe.model.adapter.is_used:
-        of_one *= 1 + sum(KERNELS_OF_ADAPTERS) / (forward + backward)
-        forward, backward = (a + b for a, b in zip(KERNELS, KERNELS_OF_ADAPTERS, strict=True))
+        more = [HOST_OF_ADAPTERS * number for number in KERNELS_OF_ADAPTERS]
+        of_one *= 1 + sum(more) / (forward + backward)
+        forward, backward = (a + b for a, b in zip(KERNELS, more, strict=True))
     again = len(recompute_of(recipe).of("block").intersection(layers)) + len(layers) * is_counted
     return (len(layers) + again * forward / (forward + backward)) * of_one
 
