@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from rank_processes import Result, run_jobs, run_ranks
 from result_table import Row, append, bubble_share, facts_of, flops_per_token, peer_facts, section, table
@@ -185,15 +186,17 @@ def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
 def _time_own(
     recipes: dict[int, Recipe], candidates: Sequence[Candidate], args: argparse.Namespace
 ) -> Iterator[tuple[int, Result]]:
-    """Time the candidates of this package, with one launch for all with equal process-wide settings."""
+    """Time the candidates of this package, with one launch for all with equal process-wide settings. The messages of Muon
+    leave buffers of NCCL behind, so its candidates have a launch of their own."""
     command = [str(WORKER), f"--steps={args.steps}", f"--warmup={args.warmup}"]
     if args.profile:
         command.append(f"--profile={args.profile}")
-    launches: dict[tuple[str, bool], dict[str, int]] = defaultdict(dict)
+    launches: dict[tuple[Any, ...], dict[str, int]] = defaultdict(dict)
     for number, recipe in recipes.items():
         candidate = candidates[number]
         job = {"number": number, "recipe": str(candidate.recipe), "overrides": candidate.overrides}
-        launches[recipe.run.device, recipe.run.is_deterministic][json.dumps(job)] = number
+        settings = recipe.run.device, recipe.run.is_deterministic, recipe.optim.kind == "muon"
+        launches[settings][json.dumps(job)] = number
     for jobs in launches.values():
         for job, result in run_jobs(command, [*jobs], args.nproc, args.timeout):
             yield jobs[job], result

@@ -28,9 +28,13 @@ def test_capture_of_dispatchers_without_host_reads(tmp_path: Path, dispatcher: s
         ("--parallel.dispatcher=alltoall", "reads the counts"),
         ("--perf.kernels=reference", "read their offsets"),
         ("--parallel.cp=2 --parallel.cp_kind=ring", "not been tested in a capture"),
-        ("--model.moe.aux_losses.global_batch=0.1 --train.global_batch_sequences=640", "counts the microbatches"),
         (
-            "--model.moe.aux_losses.global_batch=0.1 --model.mtp.num_depths=2 --model.mtp.repeats_layer=true",
+            "--model.moe.aux_losses.global_batch=0.1 --train.global_batch_sequences=640 --parallel.ep=2 "
+            "--parallel.dispatcher=symm_mem",
+            "counts the microbatches",
+        ),
+        (
+            "--parallel.ep=2 --parallel.dispatcher=symm_mem --model.moe.aux_losses.global_batch=0.1 --model.mtp.num_depths=2 --model.mtp.repeats_layer=true",
             "counts the microbatches",
         ),
         ("--perf.override.experts=reference", "read their offsets"),

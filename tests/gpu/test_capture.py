@@ -11,6 +11,7 @@ import torch._inductor.config
 from torch import Tensor
 
 from titan_moe.config import Recipe
+from titan_moe.config.balance import AuxLosses
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.parallel import ParallelConfig
@@ -117,6 +118,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model": replace(RECIPE.model, attention=replace(RECIPE.model.attention, qk_norm=False)),
         "optim": OptimConfig(qk_clip=QKClipConfig(threshold=0.01)),
     },
+    "counted ahead": {
+        "model": replace(RECIPE.model, moe=replace(RECIPE.model.moe, aux_losses=AuxLosses(global_batch=1e-2)))
+    },
+    "hash layers": {"model": replace(RECIPE.model, moe=replace(RECIPE.model.moe, hash_layers=(1, 2)))},
+    "jitter": {"model": replace(RECIPE.model, moe=replace(RECIPE.model.moe, input_jitter=1e-2))},
     "multi-token prediction": {"model": replace(RECIPE.model, mtp=MTPConfig(2, 0.3))},
     "repeated prediction": {
         "model": replace(RECIPE.model, mtp=MTPConfig(2, 0.3, repeats_layer=True)),

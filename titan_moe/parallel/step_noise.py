@@ -30,6 +30,7 @@ class StepNoise:
         """`step`, int64 on the device, is filled with the number of each step; `shard` is that of sequences over cp."""
         self.routers = {part: routers_of(part)[0] for part in parts}
         self.layers = [layer for routers in self.routers.values() for layer in routers]
+        self.layers_l = torch.tensor(self.layers, dtype=torch.int32, device=step.device)
         self.eps, self.seed, self.step, self.shard = eps, seed_of(f"{seed}/noise") & 0x7FFFFFFF, step, shard
         self.data_rank, self.tensor_rank = meshes.data_rank, meshes.dense.get_local_rank("tp")
         self.num_tensor_ranks = meshes.sizes.tp
@@ -44,9 +45,8 @@ class StepNoise:
         places_n = torch.cat(chunks).chunk(self.num_tensor_ranks)[self.tensor_rank]
         sequences_MB = torch.arange(num_own, device=device).view(num_microbatches, num_sequences)
         numbers_MBn = (sequences_MB + self.data_rank * num_own)[..., None] * whole + places_n
-        layers_l = torch.tensor(self.layers, dtype=torch.int32).to(device, non_blocking=True)
         keys_MBn = mixed(mixed((self.step + self.seed).int()) ^ numbers_MBn.int())
-        self.keys_lMBn = mixed(keys_MBn ^ mixed(layers_l + 1)[:, None, None, None])
+        self.keys_lMBn = mixed(keys_MBn ^ mixed(self.layers_l + 1)[:, None, None, None])
 
     @contextmanager
     def of(self, part: nn.Module, microbatch: int) -> Iterator[None]:

@@ -128,7 +128,7 @@ def _counting(resolved: Resolved, of_stages: Sequence[Times], rates: Rates, numb
 
 def _launched_seconds(recipe: Recipe, layers: Sequence[int], *, is_counted: bool) -> float:
     """What the host takes for a microbatch of these layers, which may be counted ahead."""
-    forward, backward = KERNELS
+    forward, backward = map(float, KERNELS)
     of_one = LAUNCH + LAUNCH_OF_ROWS * (recipe.parallel.ep > 1)
     if recipe.model.adapter.is_used:
         more = [HOST_OF_ADAPTERS * number for number in KERNELS_OF_ADAPTERS]
