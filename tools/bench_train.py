@@ -186,8 +186,8 @@ def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
 def _time_own(
     recipes: dict[int, Recipe], candidates: Sequence[Candidate], args: argparse.Namespace
 ) -> Iterator[tuple[int, Result]]:
-    """Time the candidates of this package, with one launch for all with equal process-wide settings. The messages of Muon
-    leave buffers of NCCL behind, so its candidates have a launch of their own."""
+    """Time the candidates of this package, with one launch for all with equal process-wide settings. The messages of
+    Muon leave buffers of NCCL behind, so its candidates have a launch of their own."""
     command = [str(WORKER), f"--steps={args.steps}", f"--warmup={args.warmup}"]
     if args.profile:
         command.append(f"--profile={args.profile}")

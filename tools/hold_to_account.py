@@ -3,10 +3,10 @@
     python tools/hold_to_account.py rows.txt --nproc 4 --name "4 x H100" --out measured.toml
 
 A line of the file is a recipe of recipes/ and overrides (`qwen3_30b_a3b --parallel.ep=4 --model.num_layers=12`); #
-begins a comment. Rows run in the same processes (time_steps.py), those with Muon in others: its messages leave buffers of NCCL
-behind. The table has tokens/s of a GPU and the peak of
-its memory, as measured and as predicted, and the errors in percent. The file that is written is a call of
-tests/plan/cost/held_back_steps.toml: its overrides name what "auto" chose on this card.
+begins a comment. Rows run in the same processes (time_steps.py), those with Muon in others: its messages leave buffers
+of NCCL behind. The table has tokens/s of a GPU and the peak of its memory, as measured and as predicted, and the errors
+in percent. The file that is written is a call of tests/plan/cost/held_back_steps.toml: its overrides name what "auto"
+chose on this card.
 """
 
 import argparse

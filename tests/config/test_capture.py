@@ -34,7 +34,8 @@ def test_capture_of_dispatchers_without_host_reads(tmp_path: Path, dispatcher: s
             "counts the microbatches",
         ),
         (
-            "--parallel.ep=2 --parallel.dispatcher=symm_mem --model.moe.aux_losses.global_batch=0.1 --model.mtp.num_depths=2 --model.mtp.repeats_layer=true",
+            "--parallel.ep=2 --parallel.dispatcher=symm_mem --model.moe.aux_losses.global_batch=0.1 "
+            "--model.mtp.num_depths=2 --model.mtp.repeats_layer=true",
             "counts the microbatches",
         ),
         ("--perf.override.experts=reference", "read their offsets"),
