@@ -64,8 +64,10 @@ def test_its_states_leave_room_on_an_h200(file: Path) -> None:
 
 
 def test_adapters_of_a_model_of_30b_are_planned_for_80_gb() -> None:
-    """With its whole frozen base, on one rank."""
-    assert Resolved(load_recipe(RECIPES / "qwen3_30b_a3b_lora.toml"), 1).peak_bytes(1.0) / 2**30 < 48
+    """With its whole frozen base, on one rank; with blocks computed again for 48 GB."""
+    recipe = RECIPES / "qwen3_30b_a3b_lora.toml"
+    for overrides, gib in (([], 72), (["--memory.recompute=block"], 44)):
+        assert Resolved(load_recipe(recipe, overrides), 1).peak_bytes(1.0) / 2**30 < gib
 
 
 def test_the_bubble_that_the_recipe_of_a_pipeline_names() -> None:

@@ -63,9 +63,6 @@ EXPERIMENTAL = (
     Experimental(
         "model.moe.group_score", "top_share_sum", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.num_groups > 1
     ),
-    Experimental("model.moe.score_fn", "sqrtsoftplus", _ON_CPUS_ALONE),
-    Experimental("model.moe.router_dtype", "fp64", _ON_CPUS_ALONE),
-    Experimental("model.moe.bias_update", "quantile", _ON_CPUS_ALONE),
     Experimental(
         "model.moe.drop_policy", "position", _ON_CPUS_ALONE, lambda recipe: recipe.model.moe.capacity_factor > 0
     ),
@@ -80,8 +77,7 @@ EXPERIMENTAL = (
     Experimental("model.adapter.base", "fp8_blockwise", "not timed", lambda recipe: recipe.model.adapter.rank > 0),
     Experimental("model.mtp.repeats_layer", True, _ON_CPUS_ALONE, lambda recipe: recipe.model.mtp.num_depths > 1),
     Experimental("checkpoint.upcycle.granularity", 1, _ON_CPUS_ALONE),
-    Experimental("optim.kind", "muon", "not timed on several GPUs"),
-    Experimental("optim.qk_clip.threshold", 1, _ON_CPUS_ALONE),
+    Experimental("optim.qk_clip.threshold", 1, "not timed"),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),
     Experimental("precision.gradients", "bf16", "its losses are not measured"),

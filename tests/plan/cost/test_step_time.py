@@ -88,8 +88,10 @@ def test_peaks_are_near_what_was_measured_later() -> None:
 
 
 def test_an_adapter_takes_bytes_and_a_base_in_codes_more() -> None:
+    small = "--model.num_layers=2", "--memory.recompute=block"
+
     def parts(*overrides: str) -> dict[str, float]:
-        recipe = load_recipe(RECIPES / "qwen3_30b_a3b_lora.toml", ["--model.num_layers=2", *overrides])
+        recipe = load_recipe(RECIPES / "qwen3_30b_a3b_lora.toml", [*small, *overrides])
         return dict(predict(Resolved(recipe, 1), Rates()).parts)
 
     codes, compute, wide = parts(), parts("--model.adapter.base=compute"), parts("--model.adapter.rank=1024")
