@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.adapter import AdapterConfig
@@ -20,6 +19,7 @@ from titan_moe.config.train import TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch import Routed
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.parallel import fsdp
 from titan_moe.parallel.mesh import build_meshes
 from titan_moe.plan.resolved import Resolved
 from titan_moe.training.build import assemble, build_on_meta, build_parts
@@ -80,8 +80,8 @@ HSDP = ParallelConfig(dp_replicate=2, ep=2, dispatcher="alltoall")
 ADAPTER = AdapterConfig(rank=8, targets=("attention", "experts"))
 
 
-def count_messages(recipe: Recipe, num_microbatches: int) -> tuple[int, set[str]]:
-    """How many gradients a step sums over replicas, and the names of the parameters that are no DTensors."""
+def count_messages(recipe: Recipe, num_microbatches: int) -> tuple[int, set[str], set[str]]:
+    """How many gradients a step sums over replicas, and the names of the parameters that FSDP has, and that train."""
     assembly = assemble(recipe, torch.device("cpu"))
     (model,) = assembly.parts
     sent: list[int] = []
@@ -98,21 +98,30 @@ def count_messages(recipe: Recipe, num_microbatches: int) -> tuple[int, set[str]
         assembly.step(Batch(tokens, tokens, None))
     finally:
         dist.all_reduce = all_reduce
-    return len(sent), {name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)}
+    managed = {id(it.sharded_param) for group in fsdp._groups(model) for it in group.fsdp_params}
+    named = list(model.named_parameters())
+    return (
+        len(sent),
+        {name for name, weight in named if id(weight) in managed},
+        {name for name, weight in named if weight.requires_grad},
+    )
 
 
 @pytest.mark.parametrize("adapter", [AdapterConfig(), ADAPTER], ids=["whole", "adapters"])
 def test_replicas_sum_once_a_step(ranks, adapter: AdapterConfig) -> None:
-    """Frozen parameters that are not sharded stay as they are: experts with one rank of a replica that has them."""
+    """Frozen experts bypass FSDP where a replica has them once, and all that is frozen where a rank is a replica."""
     recipe = replace(RECIPE, parallel=HSDP, model=replace(RECIPE.model, adapter=adapter))
     counts = []
     for number in (1, 3):
         train = replace(RECIPE.train, micro_batch_sequences=1, global_batch_sequences=4 * number)
-        ((count, plain), *_) = ranks(4, count_messages, replace(recipe, train=train), number)
+        ((count, managed, trained), *_) = ranks(4, count_messages, replace(recipe, train=train), number)
         counts.append(count)
-        assert not plain, "those of this mesh are sharded, or are on that of ep"
+        assert trained <= managed
+        assert any(name.endswith("experts.down") for name in managed) != adapter.is_used
     assert counts[0] == counts[1] > 0
+    coarse = replace(recipe, train=train, precision=PrecisionConfig("bf16", "fp32", "bf16"))
+    ((each_time, *_), *_) = ranks(4, count_messages, coarse, 3)
+    assert each_time == 3 * counts[0], "sums in bf16 would lose digits"
     alone = replace(recipe, parallel=replace(HSDP, dp_replicate=4, ep=1, dispatcher="local"), train=train)
-    ((_, plain), *_) = ranks(4, count_messages, alone, 3)
-    trained = {name for name in plain if name.endswith(("adapter.A", "adapter.B", "_A", "_B"))}
-    assert not trained and bool(plain) == adapter.is_used
+    ((_, managed, trained), *_) = ranks(4, count_messages, alone, 3)
+    assert managed == trained

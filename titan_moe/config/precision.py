@@ -45,9 +45,9 @@ class PrecisionConfig:
     `fp8`: e4m3 codes and a scale for each 256 elements (arXiv:2110.02861), in torchao's class, with stochastic
     rounding. A shard of less than 4096 elements, or whose size is not a multiple of 256, keeps fp32."""
     gradients: Literal["master", "bf16", "fp32"] = "master"
-    """Gradients that the optimizer reads; in this dtype a rank sums those of microbatches, but with
-    parallel.accumulate_unsharded, which sums those that FSDP reduces in `reduce`. Another dtype than that of parameters
-    needs optim.kind = "fused_adamw" or "muon".
+    """Gradients that the optimizer reads; in this dtype a rank sums those of microbatches; in `reduce` with
+    parallel.accumulate_unsharded, and where replicas sum once a step. Another dtype than that of parameters needs
+    optim.kind = "fused_adamw" or "muon".
     `master`: The dtype of `master`, fp32 for "fp32_split".
     `bf16`: bf16. Sums of many microbatches lose digits: a gradient below 1/512 of the sum so far is lost.
     `fp32`: fp32, also for masters in bf16."""

@@ -6,7 +6,7 @@ from titan_moe.config.field_docs import document_fields
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
-from titan_moe.config.precision import PrecisionConfig
+from titan_moe.config.precision import BYTES_OF_DTYPE, PrecisionConfig
 from titan_moe.config.train import (
     SAMPLE_PROMPT_TOKENS,
     CheckpointConfig,
@@ -55,6 +55,15 @@ def counts_ahead(recipe: Recipe, world_size: int) -> bool:
     dp = world_size // max(p.pp * p.cp * p.tp, 1)
     are_several = train.global_batch_sequences > train.micro_batch_sequences * dp or recipe.model.mtp.num_uses > 1
     return recipe.model.moe.aux_losses.global_batch > 0 and are_several
+
+
+def sums_replicas_once(recipe: Recipe) -> bool:
+    """Whether gradients are summed over replicas after the last microbatch of a step alone. FSDP adds those of earlier
+    ones up in the dtype of the reduction, which must be as fine as the optimizer's gradients; and before torch 2.15
+    each microbatch must give the same parameters gradients, which a class of one's own may not."""
+    p = recipe.precision
+    is_fine = BYTES_OF_DTYPE[p.reduce] >= BYTES_OF_DTYPE[p.gradients_dtype]
+    return recipe.parallel.dp_replicate > 1 and is_fine and recipe.model.class_ == ModelConfig.class_
 
 
 def microbatch_tokens(recipe: Recipe) -> int:

@@ -43,11 +43,11 @@ def apply(
     config, policy = resolved.recipe.parallel, _mixed_precision(resolved.recipe.precision)
     reshards = not config.accumulate_unsharded
     blocks = list(model.get_submodule("layers").children())
-    unsharded = set(_frozen_wholes(model, meshes.dense_fsdp, policy, of_experts=False))
+    bypassing = set(_frozen_whole_parameters(model, meshes.dense_fsdp, policy, of_experts=False))
     options: dict[str, Any] = {
         "mesh": meshes.dense_fsdp,
         "mp_policy": policy,
-        "ignored_params": unsharded,
+        "ignored_params": bypassing,
         "shard_placement_fn": _dense_placement,
     }
     for block in blocks:
@@ -62,11 +62,13 @@ def apply(
                     delay_weight_grads_of_experts=resolved.delays_weight_grads_of_experts,
                     room=replicas,
                 )
-                unsharded.update(experts.parameters())
+                bypassing.update(experts.parameters())
             else:
-                unsharded.update(wholes := set(_frozen_wholes(experts, meshes.expert_fsdp, policy, of_experts=True)))
+                bypassing.update(
+                    whole := set(_frozen_whole_parameters(experts, meshes.expert_fsdp, policy, of_experts=True))
+                )
                 reshards_experts = reshards and config.reshard_experts_after_forward
-                _shard_experts(experts, meshes.expert_fsdp, policy, reshards_experts, wholes)
+                _shard_experts(experts, meshes.expert_fsdp, policy, reshards_experts, whole)
         fully_shard(block, reshard_after_forward=reshards and config.reshard_after_forward, **options)
         if config.overlap == "microbatch":
             for experts in _experts_of(block):
@@ -79,7 +81,7 @@ def apply(
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
 
 
-def _frozen_wholes(
+def _frozen_whole_parameters(
     module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, of_experts: bool
 ) -> Iterator[nn.Parameter]:
     """Frozen parameters of routed experts, or of all else, that each rank of the mesh has whole, in the dtype that
@@ -221,15 +223,16 @@ def _shard_experts(
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     reshard: bool,
-    wholes: Collection[nn.Parameter],
+    whole: Collection[nn.Parameter],
 ) -> None:
-    """Shard the row width L, which ep and etp do not shard; without one, the hidden width F. `wholes` stay as they are.
+    """Shard the row width L, which ep and etp do not shard; without one, the hidden width F. What each rank
+    has `whole` stays as it is.
 
     Raises: ValueError for a parameter of unknown dimensions.
     """
     placements = {}
     for name, parameter in experts.named_parameters(recurse=False):
-        if parameter in wholes:
+        if parameter in whole:
             continue
         dims = experts.parameter_dims.get(name, "")
         if "L" not in dims and "F" not in dims:
@@ -244,7 +247,7 @@ def _shard_experts(
         mp_policy=policy,
         reshard_after_forward=reshard,
         shard_placement_fn=placements.__getitem__,
-        ignored_params=set(wholes),
+        ignored_params=set(whole),
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.recipe import sums_replicas_once
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
@@ -44,7 +45,7 @@ def build_forward_backward(
     p = resolved.recipe.parallel
     if p.pp > 1 or p.overlap == "microbatch" or p.accumulate_unsharded:
         return Pipeline(parts, resolved, meshes, tied, queue, capacity=capacity, routing=routing)
-    return partial(forward_backward, *parts, routing=routing)
+    return partial(forward_backward, *parts, routing=routing, sums_once=sums_replicas_once(resolved.recipe))
 
 
 def counting_ahead(
@@ -74,11 +75,13 @@ def counting_ahead(
     return run
 
 
-def forward_backward(model: nn.Module, batch: Batch, scale: Tensor, *, routing: StepRouting) -> Tensor:
-    """Run one microbatch after the other, accumulating gradients; returns this rank's loss, scaled."""
+def forward_backward(model: nn.Module, batch: Batch, scale: Tensor, *, routing: StepRouting, sums_once: bool) -> Tensor:
+    """Run one microbatch after the other, accumulating gradients; returns this rank's loss, scaled. With `sums_once`
+    the last one sums gradients over replicas, else each."""
     losses = []
     for number, microbatch in enumerate(batch.microbatches()):
-        fsdp.set_replica_reduction(model, number == len(batch.tokens_MBN) - 1)
+        if sums_once:
+            fsdp.set_replica_reduction(model, number == len(batch.tokens_MBN) - 1)
         with routing.of(model, number):  # in backward too: what it repeats is then compiled as in forward
             losses.append(run_microbatch(model, microbatch, scale))
     return torch.stack(losses).sum()

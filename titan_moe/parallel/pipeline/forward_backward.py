@@ -24,6 +24,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.recipe import sums_replicas_once
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads, WeightGradQueue
@@ -70,6 +71,7 @@ class Pipeline:
         self.stages, self.ranks = parts_by_stage(parts, resolved, meshes), resolved.ranks
         self.last_stage = len(self.ranks) - 1
         self.tied, self.queue, self.capacity, self.routing = tied, queue, capacity, routing
+        self.sums_replicas_once = sums_replicas_once(recipe)
         self.runs_in_pieces = p.overlap == "microbatch"
         self.reduces_at_the_end = queue is not None
         """Gradients of a stage, after its last action; else in its last backward."""
@@ -233,7 +235,7 @@ class StepRun:
         reduces = not self.pipeline.reduces_at_the_end and self.num_backwards_left[stage] == 1
         if self.pipeline.config.accumulate_unsharded:
             fsdp.set_unsharded_accumulation(self.stages[stage], not reduces)
-        else:
+        elif self.pipeline.sums_replicas_once:
             fsdp.set_replica_reduction(self.stages[stage], reduces)
         stretches = self.runs.pop(key).backward(self.output_grads.pop(key).wait(), reduces=reduces)
         grad = yield from within(self.pipeline.routing, self.stages[stage], microbatch, stretches)

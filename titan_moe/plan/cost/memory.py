@@ -91,17 +91,18 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
     only copies in compute's dtype, or codes, of what trains. These exist for the whole step, or from a layer's forward
     to its backward: those of all layers at once, unless something is recomputed. Without `has_gradients`, as in the
-    first microbatch, none are accumulated yet.
+    first microbatch, none are accumulated yet. What is frozen is not gathered where a rank has it whole.
     """
     recipe = part.recipe
     sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     count = part.count
-    dense = count.dense_of_a_rank - stored_numbers(part, of_experts=False)
-    experts = experts_per_rank(recipe)
-    trained_dense, trained = count.dense_of_a_rank, experts
-    if not count.all_train:
-        trained_dense, trained = count.trained_dense_of_a_rank, trained_experts_per_rank(recipe)
+    trained_dense, trained = count.trained_dense_of_a_rank, trained_experts_per_rank(recipe)
+    dense, experts = trained_dense, trained
+    if sizes.fsdp > 1:
+        dense = count.dense_of_a_rank - stored_numbers(part, of_experts=False)
+    if sizes.edp > 1:
+        experts = experts_per_rank(recipe) - stored_numbers(part, of_experts=True)
     is_unsharded = sizes.experts_are_unsharded(precision)
     copy = copied_bytes_of_a_parameter(recipe)
     if not recipe.parallel.accumulate_unsharded:

@@ -26,7 +26,13 @@ from titan_moe.config.gemms import count_packed_experts, gemm_modules, why_kept
 from titan_moe.config.modules import modules_of
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
+from titan_moe.config.recipe import (
+    Recipe,
+    expert_hidden_size,
+    microbatch_tokens,
+    num_microbatches,
+    sums_replicas_once,
+)
 from titan_moe.config.recompute import recompute_of
 from titan_moe.config.trainable import trains_head
 from titan_moe.plan.cost import muon
@@ -83,7 +89,8 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
     begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
     begin += delayed + num_kept * of_one + sum(sent[-LAYERS_UNDER_WAY:]) + max(loss, temporary)
     if not is_first:  # sums of the microbatches before; unsharded ones are gathered
-        begin += gradients if not is_once else trained_experts_per_rank(recipe) * gradient if has_copies else 0
+        of_shards = trained_of(part) * (reduce if sums_replicas_once(recipe) else gradient)
+        begin += of_shards if not is_once else trained_experts_per_rank(recipe) * gradient if has_copies else 0
 
     are_kept = is_once or recipe.parallel.pp > 1
     copies = trained_experts_per_rank(recipe) * copied_bytes_of_a_parameter(recipe) if has_copies and are_kept else 0

@@ -12,7 +12,7 @@ from titan_moe.config.modules import Region, modules_of
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe, counts_ahead, num_microbatches
+from titan_moe.config.recipe import Recipe, counts_ahead, num_microbatches, sums_replicas_once
 from titan_moe.config.trainable import passes_of
 from titan_moe.plan.choice.hardware import Hardware
 from titan_moe.plan.cost import muon, replicated_grads
@@ -115,13 +115,14 @@ def sharding_by_group(part: RankPart) -> tuple[float, float]:
     """Count the same of dense parameters and of experts: gathered parameters, reduced gradients, sums over replicas.
 
     Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
-    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces. Replicas sum once.
-    Forwards that count ahead gather each time, or once where they are not resharded.
+    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces. Replicas sum as
+    often, or once. Forwards that count ahead gather each time, or once where they are not resharded.
     """
     recipe, p = part.recipe, part.recipe.parallel
     sizes = resolve(p, part.world_size)
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
     times = 1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size)
+    times_of_replicas = 1 if sums_replicas_once(recipe) else times
     ahead = float(counts_ahead(recipe, part.world_size))
 
     def gathers(reshards: bool) -> float:
@@ -144,7 +145,7 @@ def sharding_by_group(part: RankPart) -> tuple[float, float]:
     )
     of_root, of_blocks, of_experts = (
         times * (1 - 1 / num_ranks) * (size * num_gathers * gathered + trained * summed)
-        + 2 * trained / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
+        + times_of_replicas * 2 * trained / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
         for size, trained, num_gathers, num_ranks in groups
     )
     return of_root + of_blocks, of_experts
