@@ -114,3 +114,91 @@ def test_losses_are_those_of_transformers(make_sft: Callable[..., tuple[Run, Any
     expected = losses_of_transformers(model, tokenizer, steps)
     assert run.column("loss") == pytest.approx(expected, rel=1e-4)
     assert expected[-1] < 0.8 * expected[0]
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """TRL, which is no requirement of the tests."""
+    return pytest.importorskip("trl")
+
+
+def make_trl_trainer(
+    trl: Any, model: nn.Module, tokenizer: Any, steps: list[list[int]], kind: str, folder: Path
+) -> tuple[Any, list[float]]:
+    """TRL's trainer with our conversations of each step in two unequal batches; its losses appear in the list."""
+    datasets = pytest.importorskip("datasets")
+    losses = [0.0] * STEPS
+
+    class Trainer(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        """Only the order of batches and the shape of the schedule are ours."""
+
+        def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *rest: Any) -> Any:
+            rows = super()._prepare_dataset(dataset, processing_class, args, False, *rest)
+            assert len(rows) == len(dataset)
+            rows = rows.select_columns(["input_ids", "labels"])
+            parts = [rows.select(numbers) for numbers in steps]
+            if packing:
+                parts = [trl.pack_dataset(part, args.max_length, "bfd") for part in parts]
+            self.batches, first = [], 0
+            for part in parts:
+                cut, last = first + 1 + len(part) // 4, first + len(part)
+                self.batches += [list(range(first, cut)), list(range(cut, last))]
+                first = last
+            return datasets.concatenate_datasets(parts)
+
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(
+                self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator
+            )
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            factors = [1 / 4, 1 / 2, 3 / 4, *[0.1 + 0.9 * left / 16 for left in range(16, -1, -1)]]
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda step: factors[min(step, STEPS - 1)]
+            )
+            return self.lr_scheduler
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses[self.state.global_step] += loss.item()
+            return loss
+
+    config = trl.SFTConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        max_steps=STEPS,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
+        learning_rate=LR,
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        max_grad_norm=5.0,
+        assistant_only_loss=True,
+        router_aux_loss_coef=0.0,
+        packing=kind == "packed",
+        padding_free=kind == "padding-free",
+        max_length=None if kind == "padding-free" else 65,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    dataset = datasets.Dataset.from_list(rows())
+    return Trainer(model=model, args=config, train_dataset=dataset, processing_class=tokenizer), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["padded", "padding-free", "packed"])
+def test_losses_are_those_of_trl(trl: Any, make_sft: Callable[..., tuple[Run, Any, nn.Module]], kind: str) -> None:
+    """The trainer itself, with weight decay, clipping, a schedule and accumulation."""
+    run, tokenizer, model = make_sft(
+        *("--optim.weight_decay=0.1", "--optim.max_grad_norm=5.0", "--optim.warmup_steps=4", "--optim.decay_steps=16"),
+        *("--optim.min_lr_ratio=0.1", "--optim.decay=linear", "--train.micro_batch_sequences=2"),
+    )
+    assert run.train() == 0
+    norms = run.column("grad_norm")
+    assert min(norms) < 5.0 < max(norms)
+    trainer, expected = make_trl_trainer(trl, model, tokenizer, numbers_of_steps(run), kind, run.folder / "trl")
+    trainer.train()
+    assert run.column("loss") == pytest.approx(expected, rel=1e-4)
