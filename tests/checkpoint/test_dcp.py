@@ -242,7 +242,7 @@ def test_checkpoint_load_from_error_lists_complete_checkpoints(one_rank, tmp_pat
     source.checkpointer.save(1)
     source.checkpointer.close()
     run = checkpoint_case.CheckpointCase(tmp_path / "run", CheckpointConfig(load_from=str(tmp_path / "source")))
-    with pytest.raises(ValueError, match=r"checkpoint\.load_from = .*complete ones below it: step-1"):
+    with pytest.raises(ValueError, match=r"checkpoint\.load_from = .*complete ones below it: checkpoints/step-1\)"):
         run.checkpointer.load()
     run.checkpointer.close()
 

@@ -324,9 +324,12 @@ class Checkpointer:
     def _require_checkpoint(self, folder: Path) -> None:
         if run_on_rank_zero(lambda: (folder / METADATA_FILE).is_file(), self.group):
             return
-        steps = [step for root in (folder, folder / "checkpoints") for step in CheckpointFolders(root).complete_steps()]
-        names = ", ".join(f"step-{step}" for step in steps)
-        found = f"complete ones below it: {names}" if steps else "none is below it"
+        steps = [
+            f"{below}step-{step}"
+            for below in ("", "checkpoints/")
+            for step in CheckpointFolders(folder / below).complete_steps()
+        ]
+        found = f"complete ones below it: {', '.join(steps)}" if steps else "none is below it"
         if (folder / CONFIG_FILE).is_file():
             found = f"a folder of Hugging Face is {HUGGING_FACE}{self.config.load_from}"
         raise ValueError(
