@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import socket
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -114,8 +115,17 @@ def test_longrope_bounds_texts_and_not_forwards(trained: Run) -> None:
         use.generate(recipe, ["0123456789"], use.Sampling(max_tokens=23))
 
 
-def test_an_evaluation_is_that_of_the_run(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    row = out_of(capsys, "evaluate", trained.folder).splitlines()[1].split()
+def test_an_evaluation_is_that_of_the_run(
+    trained: Run, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long one says how far it is."""
+    monkeypatch.setattr("titan_moe.training.evaluate.EVERY_SECONDS", 0.0)
+    with caplog.at_level("INFO", logger="titan_moe"):
+        row = out_of(capsys, "evaluate", trained.folder, "--train.micro_batch_sequences=1").splitlines()[1].split()
+    said = [message for message in caplog.messages if message.startswith("evaluating ")]
+    assert [re.search(r": (\d+)% of 4 sequences a rank, .* min left", message)[1] for message in said] == [
+        *("25", "50", "75")
+    ]
     assert float(row[-4]) == pytest.approx(trained.column("validation_loss")[-1], abs=1e-5)
     assert float(row[-3]) == pytest.approx(math.exp(float(row[-4])), rel=1e-3)
 

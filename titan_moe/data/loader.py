@@ -77,6 +77,11 @@ class Loader:
         is_of_sets = recipe.validation.sets and not recipe.validation.path and recipe.data.holdout_fraction == 0
         return [*([] if is_of_sets else [""]), *self._validation_sets]
 
+    def num_validated(self, name: str = "") -> int:
+        """The sequences that a validation reads of what is held out, or of a set."""
+        held_out = self._validation_sets[name] if name else self._validation
+        return min(self._recipe.validation.num_sequences, len(held_out))
+
     def validation_batches(self, name: str = "") -> Iterator[Batch]:
         """Yield this rank's held-out microbatches, of one of `validation_names`: the same at every call, equally many
         on every rank.
@@ -113,7 +118,7 @@ class Loader:
     def held_out_batches(self, name: str = "") -> Iterator[Batch]:
         """The same of whole sequences, also where context-parallel ranks have parts of them."""
         held_out = self._validation_sets[name] if name else self._validation
-        count = min(self._recipe.validation.num_sequences, len(held_out))
+        count = self.num_validated(name)
         if count == 0:
             raise ValueError(
                 f"nothing is held out for validation: data.holdout_fraction = {self._recipe.data.holdout_fraction} "

@@ -1,5 +1,7 @@
 """The validation loss on held-out sequences."""
 
+import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -11,6 +13,10 @@ from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.parallel import fsdp
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.model import Model
+
+EVERY_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -33,6 +39,20 @@ def validation_loss(
     """Mean cross entropy over the label tokens of all ranks. Every rank must have the same number of batches."""
     total = summed_loss(model, parts, batches, device, meshes)
     return total[0] / total[1].clamp(min=1)
+
+
+def reported(batches: Iterable[Batch], source: str, num_sequences: int) -> Iterator[Batch]:
+    """Pass a rank's batches of `num_sequences` on, and log now and then how many have been read."""
+    start = said_at = time.monotonic()
+    num_read = 0
+    for batch in batches:
+        yield batch
+        num_read = min(num_read + batch.num_sequences, num_sequences)
+        if (now := time.monotonic()) - said_at > EVERY_SECONDS and num_read < num_sequences:
+            said_at = now
+            minutes = (now - start) * (num_sequences - num_read) / num_read / 60
+            share = f"{100 * num_read // num_sequences}% of {num_sequences:,} sequences a rank"
+            logger.info("evaluating %s: %s, %.1f min left", source, share, minutes)
 
 
 def mean_of(losses: Mapping[str, Tensor]) -> Tensor:

@@ -36,7 +36,7 @@ from titan_moe.run.device import is_first_of_node
 from titan_moe.run.process import process_group
 from titan_moe.training.build import build_on_meta, build_parts
 from titan_moe.training.chat_prompts import render
-from titan_moe.training.evaluate import evaluating, summed_loss
+from titan_moe.training.evaluate import evaluating, reported, summed_loss
 
 
 class Loaded(NamedTuple):
@@ -255,6 +255,7 @@ def evaluate(
             for set_ in sets:
                 num_bytes = torch.zeros((), dtype=torch.float64, device=use.device)
                 batches = _counting(loader, set_, sequence_shard(recipe.parallel, meshes.context_rank), num_bytes)
+                batches = reported(batches, set_ or name, -(-loader.num_validated(set_) // meshes.sizes.dp))
                 loss, num_tokens = summed_loss(use.model, use.parts, batches, use.device, meshes).tolist()
                 if meshes.context_rank:
                     num_bytes.zero_()  # ranks of cp have seen the same whole sequences
