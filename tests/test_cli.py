@@ -220,6 +220,15 @@ def test_cli_key_without_its_section_is_suggested(capsys: pytest.CaptureFixture[
     assert f"did you mean {key}?" in stderr
 
 
+def test_an_option_of_the_command_with_underscores_is_suggested_with_hyphens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "RUN", "a prompt", "--max_tokens=5"])
+    assert "unknown argument --max_tokens=5; recipe" in (stderr := capsys.readouterr().err)
+    assert "did you mean --max-tokens?" in stderr
+
+
 @pytest.mark.parametrize(
     ("argument", "way_out"),
     [

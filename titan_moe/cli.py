@@ -101,7 +101,9 @@ def _command(argv: Sequence[str]) -> int:
     if unknown:  # suggest the full key for one without its section: --train.steps for --steps
         names, hint = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")], ""
         if names:
-            hint = f"; {OPTIONS_ELSEWHERE.get(names[0].replace('_', '-')) or nearest_key(names[0])}"
+            dashed = names[0].replace("_", "-")
+            own = f"did you mean --{dashed}?" if "_" in names[0] and names[0] in vars(args) else ""
+            hint = f"; {own or OPTIONS_ELSEWHERE.get(dashed) or nearest_key(names[0])}"
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "recipe" and args.upcycle and not args.folder:
         parser.error("recipe --upcycle needs the HF_FOLDER of a dense model")
