@@ -9,7 +9,7 @@ from support.chat_templates import make_tokenizer
 
 from titan_moe.checkpoint import find
 from titan_moe.checkpoint.folders import METADATA_FILE
-from titan_moe.config import Recipe
+from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.chat import ChatConfig
 from titan_moe.config.resume import flatten
 from titan_moe.config.schema import Table
@@ -57,3 +57,13 @@ def test_other_texts_are_no_conversations(evaluated: Any, overrides: list[str]) 
 def test_own_data_of_validation_is_named(evaluated: Any) -> None:
     ((name, recipe),), is_held_out = evaluated()
     assert (name, is_held_out, dict(recipe.validation.sets)) == ("own.jsonl", True, {"code": "code.jsonl"})
+
+
+def test_for_a_checkpoint_that_is_gone_those_beside_it_are_named(tmp_path: Path) -> None:
+    for step in (14, 18):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / METADATA_FILE).touch()
+    with pytest.raises(RecipeError, match=r"step-10 is no folder \(beside it: step-14, step-18\); name"):
+        find.find_checkpoint(tmp_path / "step-10")
+    with pytest.raises(RecipeError, match="other is no folder; name"):
+        find.find_checkpoint(tmp_path / "runs" / "other")

@@ -73,6 +73,8 @@ def find_checkpoint(path: str | Path, *, takes_hf: bool = False) -> Found:
             return Found(folder, is_hf=True)
         raise RecipeError([f"{folder} is a Hugging Face checkpoint; titan-moe import makes one of ours from it"])
     what = "has no complete checkpoint" if folder.is_dir() else "is no folder"
+    if beside := [] if folder.is_dir() else CheckpointFolders(folder.parent).complete_steps():
+        what += f" (beside it: {', '.join(f'step-{step}' for step in beside)})"
     expected = "the folder of a run, of one of its checkpoints (`step-N`)" + ", or of Hugging Face" * takes_hf
     raise RecipeError([f"{folder} {what}; name {expected}"])
 
