@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
@@ -46,6 +47,18 @@ def test_lifted_capacity_reads_nothing_under_compile() -> None:
     )
     with capacity.unbounded():
         assert len(permute(IDS_SK)) == 8000
+
+
+@pytest.mark.parametrize(("layer_factor", "number"), [(0.0, 1), (2.0, 2)])
+def test_compiled_sizes_of_an_arena_ask_for_a_lifted_bound_only_of_bounded_layers(
+    layer_factor: float, number: int
+) -> None:
+    capacity, counter = with_bounded_layers(layer_factor), CompileCounter()
+    permute = torch.compile(lambda ids: ids + capacity.num_slots(ids, 200, 1600), fullgraph=True, backend=counter)
+    permute(IDS_SK)
+    with capacity.unbounded():
+        permute(IDS_SK)
+    assert counter.frame_count == number
 
 
 def test_overflow_and_need_of_layers_are_recorded_until_reset() -> None:

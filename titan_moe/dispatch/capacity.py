@@ -144,7 +144,7 @@ class ExpertCapacity:
     def num_rows(self, expected: float, worst: int) -> int:
         """Number of rows to allocate, given those that random routing sends and those of the worst case."""
         factor = self.capacity_factor if self.arena is None else self.layer_factor
-        return worst if self.is_unbounded or not factor else self._bounded(expected * factor, worst)
+        return worst if not factor or self.is_unbounded else self._bounded(expected * factor, worst)
 
     def _bounded(self, number: float, worst: int) -> int:
         return min(aligned(number, SLOTS_ALIGNMENT), worst)
