@@ -16,7 +16,7 @@ from titan_moe.plan.cost.peak import graph_bytes
 from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.plan.resolved import Resolved
 from titan_moe.training.build import _bytes_of_a_graph
-from titan_moe.training.capacity_control import CALIBRATION_STEPS, CapacityControl
+from titan_moe.training.capacity_control import CALIBRATION_STEPS, RESERVED_SHARE, CapacityControl, bytes_beside_all
 from titan_moe.training.peak_memory import PeakMemory
 from titan_moe.training.step_runner import StepRunner
 
@@ -156,6 +156,23 @@ def test_the_pool_of_the_first_recording_is_expected_until_there_is_one(step: St
     memory.hold_in_pools(GIB)
     memory.hold_in_pools(0)
     assert memory.bytes_of_first_recording == 0, "the peak counts that of the first"
+
+
+def test_the_first_bounded_step_is_expected_until_there_is_one(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without a bound on all layers are in pieces."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    run = runner_of(step, controllers=[CapacityControl()])
+    memory, arena, largest = run.memory, step.capacity.arena, []
+    memory.bytes_of_first_bounded_step = 3 * GIB
+    step.plan(*[(2 * GIB, 1.0)] * CALIBRATION_STEPS, (5 * GIB, 1.0))
+    for _ in range(CALIBRATION_STEPS):
+        run(BATCH)
+    largest.append(bytes_beside_all(memory) + arena.num_bytes)
+    run(BATCH)
+    largest.append(bytes_beside_all(memory) + arena.num_bytes)
+    assert memory.bytes_of_first_bounded_step == 0 and memory.bytes_beside_arena == 5 * GIB
+    assert largest == [pytest.approx(100 * GIB * (1 - RESERVED_SHARE) - 5 * GIB)] * 2, "the peak counts it once"
 
 
 @pytest.mark.parametrize(("extent", "rank"), [("off", 0), ("step", 0), ("step", 1)])

@@ -132,8 +132,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         qk_clip=optimizers.clip,
         routing=routing,
     )
-    more = bytes_beyond_a_piece(recipe) if capacity.bounds_each_layer else 0  # than the first steps of "auto"
-    memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes) + more)
+    of_bounded = bytes_beyond_a_piece(recipe) if capacity.bounds_each_layer else 0  # more than the first of "auto"
+    memory = PeakMemory(capacity, _bytes_of_a_graph(resolved, meshes), of_bounded)
     runner = StepRunner(
         step,
         schedule,

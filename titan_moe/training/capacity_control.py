@@ -208,8 +208,8 @@ def round_up(factor: float) -> float:
 
 
 def largest_factor(memory: PeakMemory) -> float:
-    """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far and what the
-    first recording will add to it; infinite without an arena or a GPU. A collective call."""
+    """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far and what will
+    raise it for the first time; infinite without an arena or a GPU. A collective call."""
     capacity, device = memory.capacity, memory.device
     arena, loads = capacity.arena, capacity.loads
     if arena is None or loads is None or device.type != "cuda":
@@ -237,5 +237,4 @@ def bytes_beside_all(memory: PeakMemory) -> float:
 def _bytes_for_arena(memory: PeakMemory) -> float:
     free, total = torch.cuda.mem_get_info(memory.device)
     of_others = total - free - torch.cuda.memory_reserved(memory.device)
-    beside_arena = memory.bytes_beside_arena + memory.bytes_of_first_recording
-    return total * (1 - RESERVED_SHARE) - of_others - beside_arena
+    return total * (1 - RESERVED_SHARE) - of_others - memory.bytes_beside_arena - memory.bytes_to_come

@@ -19,10 +19,14 @@ class PeakMemory:
     On a CPU `gib` is the peak of the process, and `bytes_beside_arena` is 0.
     """
 
-    def __init__(self, capacity: ExpertCapacity, bytes_of_first_recording: int = 0) -> None:
+    def __init__(
+        self, capacity: ExpertCapacity, bytes_of_first_recording: int = 0, bytes_of_first_bounded_step: int = 0
+    ) -> None:
         self.bytes_of_first_recording = bytes_of_first_recording
-        """By how much it, or the first bounded step, will raise the peak, estimated; 0 once the peak counts the pool of
-        one."""
+        """By how much the first recording will raise the peak, estimated; 0 once the peak counts its pool."""
+        self.bytes_of_first_bounded_step = bytes_of_first_bounded_step
+        """By how much the first step with a bound on each layer will raise the peak of steps in pieces, estimated; 0
+        once there has been one."""
         self.capacity, self.device = capacity, capacity.need.device
         self.idle_pool_bytes = 0
         """Of the recordings that exist."""
@@ -46,6 +50,11 @@ class PeakMemory:
         arena = self.capacity.arena
         of_arena = 0 if arena is None else arena.num_bytes
         return max(self.bytes_before_beside_arena, self._bytes_now() - of_arena)
+
+    @property
+    def bytes_to_come(self) -> int:
+        """By how much what has not run yet will raise the peak, estimated."""
+        return self.bytes_of_first_recording + self.bytes_of_first_bounded_step
 
     def reset(self) -> None:
         """Start a new peak. The one without the arena is kept."""

@@ -71,14 +71,21 @@ class StepRunner:
             self._carry_out(controller.changes)
 
     @property
-    def manner(self) -> tuple[Kind, float, int]:
+    def manner(self) -> tuple[Kind, float, float | None, int]:
         """How the last step was taken and the next one is bounded; equal for steps that are one program."""
-        return self.kind, self.capacity_factor, self.step.replicas.number_in_use
+        return self.kind, self.capacity_factor, self.layer_factor, self.step.replicas.number_in_use
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether all bounds are lifted for the rest of the run."""
+        return self.layer_factor == 0
 
     @property
     def is_steady(self) -> bool:
         """Whether the last step was taken as those of a long run are: replayed if it records graphs, and bounded if it
-        chooses a bound."""
+        chooses a bound; or launched, once bounds are lifted for good."""
+        if self.is_in_pieces:
+            return self.kind == "launched"
         kind = "launched" if self.captured is None else "replayed"
         return self.kind == kind and self.bound != 0
 
@@ -95,7 +102,7 @@ class StepRunner:
     @property
     def capacity_factor(self) -> float:
         """The bound of the next step; 0 without one."""
-        return self.step.capacity.capacity_factor if self.bound is None else self.bound
+        return self.step.capacity.capacity_factor if self.bound is None or self.is_in_pieces else self.bound
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -144,9 +151,14 @@ class StepRunner:
 
     def _take(self, batch: Batch) -> StepResult:
         self.kind = "launched"
-        if self.bound == 0 or self.layer_factor == 0:
+        if self.bound == 0 or self.is_in_pieces:
             with self.step.capacity.unbounded():
                 return self.step(batch)
+        result = self._take_bounded(batch)
+        self.memory.bytes_of_first_bounded_step = 0
+        return result
+
+    def _take_bounded(self, batch: Batch) -> StepResult:
         if self.captured is None:
             return self.step(batch)
         if (number := len(batch.tokens_MBN)) != self.num_microbatches:
@@ -166,7 +178,7 @@ class StepRunner:
     def _carry_out(self, changes: Changes) -> None:
         """Take the next steps as a controller wants them."""
         factor, layer_factor, uses_clones = changes.capacity_factor, changes.layer_factor, changes.uses_clones
-        if factor is not None and factor != self.bound:
+        if factor is not None and factor != self.bound and not self.is_in_pieces:
             self._log_change(f"capacity factor {factor:g}" if factor else "no capacity bound", changes)
             self._bound(factor)
         if layer_factor is not None and layer_factor != self.layer_factor:
@@ -203,9 +215,12 @@ class StepRunner:
             return
         self._log_change(f"capacity factor {factor:g} of each layer" if factor else "layers in pieces", changes)
         self.release()
-        if factor:
-            with self.memory.changing():
+        with self.memory.changing():
+            if factor:
                 self.step.capacity.resize_layers(factor)
+            else:
+                self.step.capacity.resize(0.0)  # the arena keeps nothing more
+        if factor:
             torch._dynamo.reset()  # compiled graphs have the sizes of layers
             self.num_warm_ups = self.num_warm_ups_before
 
