@@ -14,9 +14,10 @@ reads no size.
 
 With an arena another factor bounds the rows and slots of each layer, for which its temporaries have room; without it
 they have the size of the worst case. While this bound is lifted, a layer takes the tokens of a rank in pieces, one
-after the other, so few at a time that their rows and slots have the same room wherever they are routed. So a step that
-is repeated needs no more memory, and the host reads no size. A token's result and gradient are those of all tokens at
-once, bit for bit if a GEMM gives a row the same bits among any others; weight gradients are summed over the pieces.
+after the other, so few at a time that their rows and slots have the same room wherever they are routed. So
+temporaries have the same room, and the host reads no size; but backward needs the assignments of all pieces, 8 bytes a
+slot and 4 K bytes a row, which add up to those of the worst case. A token's result and gradient are those of all tokens
+at once, bit for bit if a GEMM gives a row the same bits among any others; weight gradients are summed over the pieces.
 """
 
 from collections.abc import Callable, Iterator
@@ -173,8 +174,8 @@ class ExpertCapacity:
         return self.overflowed if self.bounds_each_layer else torch.zeros_like(self.overflowed)
 
     def needed_factor(self) -> Tensor:
-        """On the device: the factor that the step since `reset` needed, fp32. Exact if nothing has overflowed, and with
-        an arena in any case."""
+        """On the device: the factor that the step since `reset` needed, fp32. Exact unless a layer has overflowed; an
+        arena that has no room for all layers counts them nevertheless."""
         if self.arena is None or self.arena.is_checkpointed:  # which counts the forward of recompute too
             return self.need
         return (self.arena.need / self.balanced).max().float()

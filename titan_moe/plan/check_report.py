@@ -343,7 +343,8 @@ def _peak_itself(resolved: Resolved) -> list[tuple[str, str]]:
         max(arena_bytes_per_rank(recipe, at, of_rank) for of_rank in slabs) / 2**30 for at in (factor, factor + 0.125)
     )
     temporary, of_layer = temporary_bytes_per_rank(recipe) / 2**30, recipe.parallel.expert_layer_capacity_factor
-    bounded = f", of up to {of_layer:g} times a balanced load, or of pieces" if bounds_layers(recipe) else ""
+    up_to = f", of up to {of_layer:g} times a balanced load, or of pieces and their sums"
+    bounded = up_to if bounds_layers(recipe) else ""
     is_fixed = bool(recipe.parallel.fixed_capacity_factor) or "block" in resolved.recompute.layers
     grows = f" at a capacity factor of {factor:g}, {eighth - arena:.3g} GiB more for each eighth,"
     if is_fixed or eighth == arena:

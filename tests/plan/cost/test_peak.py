@@ -198,13 +198,20 @@ def test_arena_and_temporaries_of_qwen3_on_eight_ranks() -> None:
 
 
 def test_temporaries_of_a_bounded_layer() -> None:
-    """Three quarters of the worst case's slots have no room; the sum of weight gradients over pieces has."""
+    """Three quarters of the worst case's slots have no room; the sum of weight gradients over pieces has, and so have
+    joined rows and the assignments of all pieces."""
     two = "--parallel.expert_layer_capacity_factor=2"
     worst, bounded = (load_recipe(RECIPES / "qwen3_30b_a3b.toml", given) for given in ([], [two]))
     loads, weight_grads = layer_loads(bounded).bounded(2.0), 16 * 3 * 768 * 2048 * 2
     assert loads.worst_slots == layer_loads(worst).worst_slots / 4 and loads.worst_rows == 8 * 16_384
     of_slots = 48 * 16_384 * (3 * 768 + 2048) * 2
-    assert temporary_bytes_per_rank(worst) - temporary_bytes_per_rank(bounded) == of_slots - weight_grads
+    assert temporary_bytes_per_rank(worst) - temporary_bytes_per_rank(bounded) == of_slots - weight_grads - 2**26
+    kept = activation_bytes_per_rank(bounded) - activation_bytes_per_rank(worst)
+    assert kept == 48 * 8 * (loads.worst_slots * 3) == 288 * 2**20
+    of_block = [two, "--memory.recompute=block"]
+    of_one = activation_bytes_per_rank(load_recipe(RECIPES / "qwen3_30b_a3b.toml", of_block))
+    without = activation_bytes_per_rank(load_recipe(RECIPES / "qwen3_30b_a3b.toml", of_block[1:]))
+    assert of_one - without == kept / 48
     assert temporary_bytes_per_rank(worst, 2.0) == temporary_bytes_per_rank(bounded)
     assert temporary_bytes_per_rank(bounded, 8.0) == temporary_bytes_per_rank(worst), "what bounds nothing"
     assert arena_bytes_per_rank(bounded, 0.0) < arena_bytes_per_rank(worst, 0.0) / 2, "of one layer"
@@ -214,7 +221,7 @@ def test_temporaries_of_a_bounded_layer() -> None:
     assert bytes_beyond_a_piece(bounded) == pytest.approx(beyond) and bytes_beyond_a_piece(worst) == 0
     assert bounds_layers(bounded) and not bounds_layers(worst)
     said = " ".join(describe(bounded, 8).split())
-    assert "GiB of one layer's temporaries, of up to 2 times a balanced load, or of pieces" in said
+    assert "GiB of one layer's temporaries, of up to 2 times a balanced load, or of pieces and their sums" in said
     assert "EXPERIMENTAL: parallel.expert_layer_capacity_factor = 2.0 (never run on GPUs)" in said
 
 

@@ -23,6 +23,8 @@ from titan_moe.plan.pipeline.slabs import ArenaSlabs
 
 SCALE_BYTES = 16
 """The scales behind the codes of a row or slot in fp8 take a multiple of this (kernels/experts/fp8/packed.py)."""
+INDEX_BYTES = 4
+"""Of a row's slot, a slot's row and a slot's score."""
 GATHERS_FROM = 2048
 """Hidden width of experts from which slots are copied before weight gradients (kernels/experts/passes.py)."""
 
@@ -190,12 +192,25 @@ def temporary_bytes_per_rank(recipe: Recipe, layer_factor: float | None = None) 
     """Count the bytes of one layer's temporaries with an arena, which have room for a layer's capacity, that of the
     recipe or another, or for the worst case.
 
-    A step that exceeds it is repeated in pieces of as many rows and slots, and sums the pieces' weight gradients.
+    A step that exceeds it is repeated in pieces of as many rows and slots, sums the pieces' weight gradients, and joins
+    their results, and gradients of rows, to those of a microbatch.
     """
     worst, factor = layer_loads(recipe), recipe.parallel.expert_layer_capacity_factor
     loads = worst.bounded(factor if layer_factor is None else layer_factor)
     of_layer = temporary_bytes(recipe, loads.worst_rows, loads.worst_slots, is_native=has_native_experts(recipe))
-    return of_layer + (_weight_grad_bytes(recipe) if loads != worst else 0)
+    if loads == worst:
+        return of_layer
+    joined = max_batch_tokens(recipe) // max(recipe.parallel.etp, 1) * recipe.model.expert_width
+    return of_layer + _weight_grad_bytes(recipe) + joined * BYTES_OF_DTYPE[recipe.precision.compute]
+
+
+def assignment_bytes_of_pieces(recipe: Recipe) -> int:
+    """Count the bytes of assignments that a layer in pieces keeps for backward, beyond a bounded layer: rows and scores
+    of its slots, and slots of its rows, which over all pieces are those of the worst case. 0 without a bound."""
+    worst = layer_loads(recipe)
+    bounded = worst.bounded(recipe.parallel.expert_layer_capacity_factor)
+    slots, rows = worst.worst_slots - bounded.worst_slots, worst.worst_rows - bounded.worst_rows
+    return INDEX_BYTES * (2 * slots + recipe.model.moe.top_k * rows)
 
 
 def bytes_beyond_a_piece(recipe: Recipe) -> int:
@@ -207,9 +222,9 @@ def bytes_beyond_a_piece(recipe: Recipe) -> int:
         return 0
     share = min(loads.worst_rows / worst.worst_rows, loads.worst_slots / worst.worst_slots)
     of_piece = share * worst.worst_rows, share * worst.worst_slots
-    is_native = has_native_experts(recipe)
-    beyond = temporary_bytes_per_rank(recipe) - temporary_bytes(recipe, *of_piece, is_native=is_native)
-    return beyond - _weight_grad_bytes(recipe)
+    of_layer = loads.worst_rows, loads.worst_slots
+    bounded, piece = (temporary_bytes(recipe, *it, is_native=has_native_experts(recipe)) for it in (of_layer, of_piece))
+    return bounded - piece
 
 
 def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: bool) -> int:

@@ -41,6 +41,7 @@ from titan_moe.plan.cost.graph_pool import FRAGMENTATION, gathering_bytes, messa
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
+    assignment_bytes_of_pieces,
     copied_bytes_of_a_parameter,
     gathered_bytes,
     state_bytes,
@@ -144,6 +145,9 @@ def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     choices = len(blocks.intersection(m.moe_layers)) * m.moe.top_k * CHOICE_BYTES
     of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
     kept = round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element + choices * num_tokens
+    if has_arena and m.num_moe_layers:  # of recomputed blocks one at a time
+        num_at_once = max(m.num_moe_layers - len(blocks.intersection(m.moe_layers)), 1)
+        kept += num_at_once * assignment_bytes_of_pieces(recipe)
     return kept - sum(sent_bytes(recipe))
 
 
