@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import load_recipe
-from titan_moe.config.clones import NUM_CLONES, num_clones, resolve_clones, why_no_clones
+from titan_moe.config.clones import num_clones, resolve_clones, why_no_clones
+from titan_moe.config.parallel import NUM_CLONES
 from titan_moe.plan.check_report import describe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

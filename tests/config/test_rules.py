@@ -34,6 +34,7 @@ INTERLEAVED = (
 )
 """Overrides that interleave two microbatches."""
 
+BOUNDED_LAYERS = "--parallel.dispatcher=symm_mem --parallel.expert_layer_capacity_factor=2 --run.device=cuda"
 RING = "--parallel.cp=2 --parallel.cp_kind=ring"
 ALLGATHER = "--parallel.cp=2 --parallel.cp_kind=allgather"
 
@@ -57,6 +58,10 @@ BROKEN = {
     "tied_embeddings_have_one_deviation": (
         "--model.embeddings_are_tied=true --model.embedding_init_std=0.5",
         "embedding_init_std = 0.5 has no effect with model.embeddings_are_tied = true",
+    ),
+    "layer_capacity_has_an_arena": (
+        "--parallel.expert_layer_capacity_factor=2",
+        "parallel.expert_layer_capacity_factor = 2 has no effect without an arena: ep groups share no memory with",
     ),
     "tied_embeddings_decay": (
         "--model.embeddings_are_tied=true --optim.embeddings_decay=false",
@@ -1031,6 +1036,14 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
             "less than a balanced load",
         ),
         ("--parallel.expert_layer_capacity_factor=0.5", 8, "every step would be repeated in pieces"),
+        (f"{BOUNDED_LAYERS} --parallel.ep=1", 8, "a rank has no peers with parallel.ep = 1"),
+        (f"{BOUNDED_LAYERS} --parallel.expert_rank_capacity_factor=0", 8, "all layers together have no bound with"),
+        (f"{BOUNDED_LAYERS} --perf.kernels=grouped_mm", 8, "experts are not fused but grouped_mm"),
+        (
+            f"{BOUNDED_LAYERS} --precision.experts=fp8_rowwise --precision.num_layers_at_start_in_compute=2",
+            8,
+            "without an arena: experts of 1 layer is in bf16, the others in fp8_rowwise",
+        ),
         ("--precision.experts=fp8_tensorwise", 8, 'precision.experts = "fp8_tensorwise" has no native kernels yet'),
         (
             "--precision.experts=fp8_rowwise --precision.dgrad=compute --perf.kernels=fused",

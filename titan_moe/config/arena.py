@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from titan_moe.config.clones import num_clones
 from titan_moe.config.gemms import expert_formats, gemm_modules, unmet_needs_of_fused, why_kept
 from titan_moe.config.recipe import Recipe
 
@@ -29,18 +28,32 @@ def why_no_arena(recipe: Recipe, experts: str) -> Iterator[str]:
 
 def bounds_layers(recipe: Recipe, experts: str = "fused") -> bool:
     """Whether the capacity of a layer in an arena is less than its worst case."""
-    p, moe = recipe.parallel, recipe.model.moe
-    if not p.expert_layer_capacity_factor or not has_arena(recipe, experts):
-        return False
-    most_choices = min(moe.top_k, moe.num_experts // p.ep + num_clones(recipe))
-    return p.expert_layer_capacity_factor * moe.top_k < p.ep * most_choices
+    moe = recipe.model.moe
+    return recipe.parallel.bounds_layers_of(moe.num_experts, moe.top_k) and has_arena(recipe, experts)
+
+
+def lacks_for_arena(recipe: Recipe, experts: str) -> str:
+    """Say what keeps a recipe without an arena; empty if it has one."""
+    lacks = _lacks(recipe, experts)
+    return lacks or next((line.partition(": ")[2] for line in why_no_arena(recipe, experts)), "")
 
 
 def _can_have_arena(recipe: Recipe, experts: str) -> bool:
+    return not _lacks(recipe, experts)
+
+
+def _lacks(recipe: Recipe, experts: str) -> str:
+    """What is missing for an arena, whatever the formats of experts."""
     p = recipe.parallel
-    is_bounded = p.has_auto_capacity or p.fixed_capacity_factor > 0
-    can_have = p.facts.shares_memory_of_ep and p.ep > 1 and is_bounded
-    return can_have and experts == "fused" and recipe.model.num_moe_layers > 0
+    if recipe.model.num_moe_layers == 0:
+        return "the model has no MoE layer"
+    if not p.facts.shares_memory_of_ep:
+        return f'ep groups share no memory with parallel.dispatcher = "{p.dispatcher}"'
+    if p.ep == 1:
+        return "a rank has no peers with parallel.ep = 1"
+    if not (p.has_auto_capacity or p.fixed_capacity_factor > 0):
+        return "all layers together have no bound with parallel.expert_rank_capacity_factor = 0"
+    return "" if experts == "fused" else f"experts are not fused but {experts}"
 
 
 def experts_of(recipe: Recipe) -> str:

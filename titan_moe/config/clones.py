@@ -13,10 +13,6 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, expert_hidden_size, expert_slots
 from titan_moe.config.recompute import recompute_of
 
-NUM_CLONES = 2
-"""Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean, where that is
-more than a clone costs. A rank that owns fewer than four experts has one: each takes the memory of an expert in every
-layer."""
 COST_SLOTS = 700
 """Expert slots that a rank computes in the time in which an expert is fetched and its gradient returned. It was
 measured with the experts of Mixtral (bf16, NVLink; tools/results/clones.md); bytes and operations of an expert grow
@@ -34,8 +30,7 @@ PAYS_FROM = 1.1
 
 def num_clones(recipe: Recipe) -> int:
     """Return the number of replica slots of a rank, in use or not; "auto" must be resolved first."""
-    p = recipe.parallel
-    return min(NUM_CLONES, max(recipe.model.moe.num_experts // p.ep // 2, 1)) if p.has_clones else 0
+    return recipe.parallel.num_clones(recipe.model.moe.num_experts)
 
 
 def clones_pay_from(recipe: Recipe) -> float:

@@ -25,14 +25,6 @@ class Experimental(NamedTuple):
         return f"{self.key} = {json.dumps(self.value)}"
 
 
-def _may_bound_layers(recipe: Any) -> bool:
-    """Whether the capacity of a layer is less than its worst case, if there is an arena."""
-    p, moe = recipe.parallel, recipe.model.moe
-    is_bounded = p.has_auto_capacity or p.fixed_capacity_factor > 0
-    most_choices = p.ep * min(moe.top_k, moe.num_experts // p.ep)
-    return is_bounded and p.facts.shares_memory_of_ep and p.expert_layer_capacity_factor * moe.top_k < most_choices
-
-
 _UNTIMED_BETWEEN_NODES = "not timed on several nodes, which it is for"
 _ON_CPUS_ALONE = "never run on GPUs"
 _UNTIMED_GEMM = "neither its speed nor its losses are measured"
@@ -57,7 +49,12 @@ EXPERIMENTAL = (
         "1.2 % faster at most on 2 GPUs, not timed on more",
         lambda recipe: recipe.parallel.tp > 1,
     ),
-    Experimental("parallel.expert_layer_capacity_factor", 1, _ON_CPUS_ALONE, _may_bound_layers),
+    Experimental(
+        "parallel.expert_layer_capacity_factor",
+        1,
+        _ON_CPUS_ALONE,
+        lambda recipe: recipe.parallel.bounds_layers_of(recipe.model.moe.num_experts, recipe.model.moe.top_k),
+    ),
     Experimental("model.attention.output_gate", "head", _ON_CPUS_ALONE),
     Experimental("model.attention.output_gate", "element", _ON_CPUS_ALONE),
     Experimental(

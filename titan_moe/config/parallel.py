@@ -15,6 +15,10 @@ from titan_moe.config.schema import OneOf
 
 ASSUMED_RANKS_OF_A_NODE = 8
 """In a plan: nearly all machines with GPUs that share memory have so many."""
+NUM_CLONES = 2
+"""Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean, where that is
+more than a clone costs. A rank that owns fewer than four experts has one: each takes the memory of an expert in every
+layer."""
 _IS_PLAN: ContextVar[bool] = ContextVar("_IS_PLAN", default=False)
 
 
@@ -138,10 +142,12 @@ class ParallelConfig:
     expert_layer_capacity_factor: float = 0.0
     """The same of each layer, where the former is that of all layers together: room for the temporaries of one layer,
     in forward and backward, relative to a balanced load. A step in which a layer exceeds it is repeated, with each
-    layer's tokens in pieces that fit in any case; so are validation and the first steps of "auto". After several
-    overflows the factor is doubled if memory has room, else the bound is lifted, and the run says so. 2 needs a quarter
-    of the room of the worst case with 8 ranks of ep and as many choices as experts of a rank. 0, or a factor beyond it,
-    allocates the worst case, all rows of the ep group on one rank."""
+    layer's tokens in pieces that fit in any case, which is slower. In pieces are also validation, forwards that count
+    the load of a batch ahead, and steps of "auto" without a bound: the first ones, and those after many overflows. At
+    the fourth overflow of a layer in 50 steps the factor is doubled if memory has room, else the bound is lifted, and
+    the run says so; of fewer tells the metric `rerun_steps` alone. 2 needs a quarter of the room of the worst case with
+    8 ranks of ep and as many choices as experts of a rank. 0, or a factor beyond it, allocates the worst case, all rows
+    of the ep group on one rank."""
     expert_clones: Literal["off", "auto"] = "off"
     """Clone hot experts onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO).
     Results stay exact.
@@ -190,6 +196,16 @@ class ParallelConfig:
     def has_clones(self) -> bool:
         """Whether ranks have replica slots, unless `config/clones.py` finds a reason against them."""
         return self.expert_clones == "auto"
+
+    def num_clones(self, num_experts: int) -> int:
+        """The number of replica slots of a rank for so many experts of a layer."""
+        return min(NUM_CLONES, max(num_experts // self.ep // 2, 1)) if self.has_clones else 0
+
+    def bounds_layers_of(self, num_experts: int, top_k: int) -> bool:
+        """Whether `expert_layer_capacity_factor` is less than the worst case of a layer: all choices of a token that
+        can be experts of one rank, of all tokens."""
+        most_choices = min(top_k, num_experts // self.ep + self.num_clones(num_experts))
+        return 0 < self.expert_layer_capacity_factor * top_k < self.ep * most_choices
 
     @property
     def facts(self) -> DispatcherFacts:

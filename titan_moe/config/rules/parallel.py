@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from titan_moe.config.arena import experts_of, lacks_for_arena
 from titan_moe.config.gemms import unmet_needs_of_fused
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node, ranks_of_a_node, smallest_world
@@ -189,6 +190,15 @@ def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iter
     if 0 < recipe.parallel.expert_layer_capacity_factor < 1:
         key = "{parallel.expert_layer_capacity_factor}"
         yield said(recipe, f"{key} is less than a balanced load, so every step would be repeated in pieces")
+
+
+@rule(
+    "the sizes of a layer are bounded apart from those of all layers only where an arena keeps their rows",
+    "parallel.expert_layer_capacity_factor expert_rank_capacity_factor dispatcher ep perf.override.experts",
+)
+def layer_capacity_has_an_arena(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.parallel.expert_layer_capacity_factor > 0 and (lacks := lacks_for_arena(recipe, experts_of(recipe))):
+        yield said(recipe, f"{{parallel.expert_layer_capacity_factor}} has no effect without an arena: {lacks}")
 
 
 @rule(
