@@ -17,10 +17,12 @@ from titan_moe.dispatch import LocalDispatcher
 from titan_moe.dispatch.base import Routed, route
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.local import LocalExchange
+from titan_moe.kernels.experts.arena import Arena
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
 from titan_moe.memory import recompute
 from titan_moe.models.transformer import Transformer
+from titan_moe.plan.cost.loads import LayerLoads
 from titan_moe.profile.compile_trace import compile_report, start_records
 
 pytestmark = pytest.mark.slow
@@ -278,3 +280,14 @@ def test_compile_unbounded_experts_keep_the_bounded_graph_static(counter: Compil
     with moe.dispatcher.capacity.unbounded():
         moe.experts(make_routed(8, 5))
     assert counter.frame_count == 3, "numbers of unbounded calls are exact, so their first graph is for any"
+
+
+def test_compile_experts_in_pieces_run_eagerly(dynamo_counter: CompileCounterWithBackend) -> None:
+    moe, capacity = moe_layers(build("on", config=SHALLOW))[0], ExpertCapacity(1.5, layer_factor=1.0)
+    capacity.use_arena(Arena(8, 4, torch.float32, "cpu"), LayerLoads(2, 100.0, 200, 256, 1600))
+    moe.dispatcher.capacity, routed = capacity, make_routed(9, 3)
+    with capacity.unbounded():
+        expected = moe.experts(routed)
+    assert dynamo_counter.frame_count == 0
+    torch.testing.assert_close(moe.experts(routed), expected)
+    assert dynamo_counter.frame_count == 1

@@ -102,9 +102,9 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
     have the same; else for the first number, and at a second one for any.
 
     Calls with zero rows or one row run eagerly: Dynamo specialises on 0 and 1, and the number of graphs per code object
-    is limited. Calls in pieces do too: they are rare, and their exchanges, which do not depend on each other, keep
-    their order. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects, and
-    so have calls with clones and without: one that saw both sizes would become dynamic.
+    is limited. Both sizes occur under expert parallelism. Calls in pieces run eagerly too: they are rare, and the order
+    of their exchanges must not change. Bounded and unbounded calls have separate code objects, and so have calls with
+    clones and without: one that saw both sizes would become dynamic.
     """
     compute = moe.experts.compute
 

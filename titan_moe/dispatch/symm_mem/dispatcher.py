@@ -11,7 +11,8 @@ Each custom op here is a complete exchange, barriers included; so are those of c
 of the symmetric memory are not read after an exchange. So to the compiler an op is a function of its other arguments.
 It may be removed if no rank needs its result, or moved, as long as all ranks run the same exchanges in the same order,
 as with collectives. Exchanges of a layer depend on each other's results, which fixes their order on every rank, and
-layers depend on each other.
+layers depend on each other. The pieces of a layer (fused.py) do not: they must run eagerly, forward in the order of the
+calls and backward in autograd's, which follows from that of the calls and so is the same on all ranks.
 
 Used alone, with a process group `group` of the GPUs of one node and this rank's `experts`:
 

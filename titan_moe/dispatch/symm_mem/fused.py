@@ -108,8 +108,11 @@ class PeerPieces(NamedTuple):
     def run_mlp(self, mlp: ExpertMLP, rows: Tensor, weights: ExpertWeights) -> CombinedOutput:
         """As that of `PeerTokens`. No weight gradients are delayed: the arena keeps nothing.
 
-        Raises: ValueError for experts with another MLP than the fused ones.
+        Raises: ValueError for experts with another MLP than the fused ones; RuntimeError under a compiler, which may
+        change the order of pieces.
         """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("layers in pieces are not compiled: ranks must run their exchanges in the same order")
         if not isinstance(mlp, FusedMLP):
             raise ValueError(NOT_FUSED)
         operands, outputs = mlp.format.operands(weights), []
