@@ -5,7 +5,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 CPU_SECONDS = {
     "interpreted": {
-        "distributed/test_symm_mem.py": 45,
+        "distributed/test_symm_mem.py": 40,
         "distributed/test_pipeline_memory.py": 29,
         "test_custom_ops.py": 18,
         "dispatch/symm_mem/test_fp8.py": 17,
@@ -22,6 +22,7 @@ CPU_SECONDS = {
         "kernels/symm_mem/test_rows.py": 6,
         "kernels/experts/test_copy_blocks.py": 6,
         "kernels/router/test_fused_router.py": 6,
+        "distributed/test_bounded_layers.py": 5,
         "kernels/linear/test_fp8_block_linear.py": 5,
         "kernels/experts/test_delayed_weight_grads.py": 5,
         "kernels/formats/test_fused_rounding.py": 4,

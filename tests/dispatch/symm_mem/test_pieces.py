@@ -52,24 +52,26 @@ Answer = tuple[list[Tensor], bool, float, list[tuple[int, int]]]
 
 def run_ways(
     folder: str | None, ways: tuple[str, ...], overlaps: bool, num_replicas: int = 0, mlp: FusedMLP = fused_expert_mlp
-) -> tuple[dict[tuple[str, ...], list[Tensor]], dict[str, Answer]]:
-    """The results of microbatches that autograd keeps, by routings; and by way, those with a bound on each layer,
-    whether the step is void, the factor that all layers needed, and the numbers of pieces of layers and of the slots of
-    one."""
+) -> tuple[dict[tuple[str, ...], list[Tensor]], dict[tuple[str, ...], list[Tensor]], dict[str, Answer]]:
+    """The results of microbatches that autograd keeps, and this rank's choices in their layers, by routings; and by
+    way, those with a bound on each layer, whether the step is void, the factor that all layers needed, and the numbers
+    of pieces of layers and of the slots of one."""
     memory, device = symm_mem.share(folder)
     module, num_ranks = fused.my_experts(device, mlp), memory.peer_ptrs_P.numel()
     for parameter in module.parameters():
         parameter.data /= 4
     dispatcher = fused.dispatcher_of(partial(SymmMemFusedDispatcher, overlaps=overlaps), memory, module, num_replicas)
     inner, answers = dispatcher.inner if num_replicas else dispatcher, {}
-    kept = {}
+    kept, ids = {}, {}
     for name in ways:
         way = WAYS[name]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(layers, "ROUTINGS", way.routings))
             if way.routings not in kept:
                 dispatcher.capacity = inner.capacity = ExpertCapacity(device=device)
-                kept[way.routings] = layers.run_layers(dispatcher, module, layers.draw_layers(device))
+                drawn = layers.draw_layers(device)
+                ids[way.routings] = [ids_TK.cpu() for _, ids_TK, _, _ in drawn]
+                kept[way.routings] = layers.run_layers(dispatcher, module, drawn)
             for of in (capacity_module, loads):
                 stack.enter_context(mock.patch.object(of, "SLOTS_ALIGNMENT", 1))
             capacity = layers.capacity_with_arena(
@@ -103,20 +105,30 @@ def run_ways(
         numbers = [(len(of.sent), max(sizes.num_slots for sizes in of.of)) for of in pieces]
         assert capacity.bounds_each_layer, "the worst case has no room"
         answers[name] = results, bool(capacity.invalidates_step), float(capacity.needed_factor()), numbers
-    return kept, answers
+    return kept, ids, answers
 
 
-def check_ways(answers: list[Any], *, has_same_bits: bool, tolerance: float = 1e-6) -> None:
+def needed_factor(ids_of_ranks: list[list[Tensor]], rank: int) -> float:
+    """The rows and slots of all layers of a rank over those of balanced ones, counted one by one."""
+    num_ranks, num_layers = len(ids_of_ranks), len(ids_of_ranks[0])
+    first = rank * (num_local := layers.equal_local.NUM_EXPERTS // num_ranks)
+    tokens = [token for of_rank in ids_of_ranks for ids_TK in of_rank for token in ids_TK.tolist()]
+    choices = [sum(first <= expert < first + num_local for expert in token) for token in tokens]
+    rows, slots = 0.75 * num_ranks * layers.T * num_layers, layers.T * layers.K * num_layers
+    return max(sum(number > 0 for number in choices) / rows, sum(choices) / slots)
+
+
+def check_ways(answers: list[Any], *, has_same_bits: bool, tolerance: float = 1e-6, has_clones: bool = False) -> None:
     """Triton's GEMMs give a row the same bits among any others; PyTorch's need not. Weight gradients are sums over
     pieces."""
     num_of_weights, balanced = 2, layers.T * layers.K
     voids: dict[str, list[bool]] = {}
-    for of_routings, of_ways in answers:
-        in_pieces = [name for name in of_ways if WAYS[name].wrap == "none" and WAYS[name].is_lifted]
-        needs = {of_ways[name][2] for name in in_pieces}
-        assert len(needs) <= 1, "the need is exact in pieces too"
-        for name, (results, is_void, _, taken) in of_ways.items():
+    for rank, (of_routings, _, of_ways) in enumerate(answers):
+        for name, (results, is_void, need, taken) in of_ways.items():
             voids.setdefault(name, []).append(is_void)
+            if WAYS[name].wrap == "none" and name != "too small" and not has_clones:
+                ids = [of_rank[WAYS[name].routings] for _, of_rank, _ in answers]
+                assert need == pytest.approx(needed_factor(ids, rank)), f"{name}: the need is exact in pieces too"
             kept = of_routings[WAYS[name].routings]
             num = len(results) - (num_of_weights if len(kept) <= 6 else 2 * num_of_weights)
             if name == "too small":
@@ -153,7 +165,8 @@ def test_files_of_a_bounded_layer_give_the_same_bits(
 @pytest.mark.few()
 @pytest.mark.interpreted
 def test_files_of_a_bounded_layer_with_clones_give_the_same_bits(ranks: Any, tmp_path: Path) -> None:
-    check_ways(ranks(2, run_ways, str(tmp_path), ("pieces",), False, symm_mem.MOST_SPARE), has_same_bits=False)
+    answers = ranks(2, run_ways, str(tmp_path), ("pieces",), False, symm_mem.MOST_SPARE)
+    check_ways(answers, has_same_bits=False, has_clones=True)
 
 
 @pytest.mark.few()
@@ -162,6 +175,12 @@ def test_files_of_a_bounded_layer_in_fp8_give_the_same_bits(ranks: Any, tmp_path
     ways, mlp = ("fits", "pieces", "checkpointed", "rows"), FusedMLP(FORMATS["fp8_rowwise"])
     answers = ranks(2, run_ways, str(tmp_path), ways, True, 0, mlp)
     check_ways(answers, has_same_bits=True, tolerance=1e-2)
+
+
+def test_a_layer_in_pieces_refuses_a_compiler() -> None:
+    pieces: Any = PeerPieces(*[None] * len(PeerPieces._fields))  # type: ignore[arg-type]
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True), pytest.raises(RuntimeError, match="order"):
+        pieces.run_mlp(fused_expert_mlp, None, None)
 
 
 @fused.with_gpus
