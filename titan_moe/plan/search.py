@@ -249,21 +249,24 @@ class _Search:
         seconds = of_one * (number + fill)
         if self.trains_all:
             seconds += (self._parameters(layout) * self.update + gathered) / self.rates.memory
-            seconds += sharding_exposed(self._sharding(layout) * times, seconds)
+            messages, in_node = self._sharding(layout)
+            seconds += sharding_exposed(messages * times, seconds, in_node * times)
         return self.tokens / (seconds * (1 + GAPS_OF_A_GRAPH))
 
-    def _sharding(self, layout: Layout) -> float:
-        """Seconds of gathering and reducing all parameters once: as in `step_time`, with one gather."""
+    def _sharding(self, layout: Layout) -> tuple[float, float]:
+        """Seconds of gathering and reducing all parameters once, and over links of a node: as in `step_time`, with one
+        gather."""
         of_stage = self.world_size // layout.pp
         of_experts, of_dense = layout.ep * layout.etp, layout.tp
-        seconds = 0.0
+        seconds = received = 0.0
         for number, group in ((self.num_experts, of_experts), (self.num_dense, of_dense)):
             shards = of_stage // group // layout.dp_replicate
             rate = self.rates.link
             if of_stage > self.of_node:
                 rate = min(rate, max(self.of_node // group, 1) * self.rates.node_link)
-            seconds += number / layout.pp / group * (1 - 1 / max(shards, 1)) * 6 / rate
-        return seconds
+            size = number / layout.pp / group * (1 - 1 / max(shards, 1)) * 6
+            seconds, received = seconds + size / rate, received + size
+        return seconds, received / self.rates.link
 
     def _microbatch(self, candidate: Candidate, entries: tuple[str, ...]) -> float:
         """Seconds of a microbatch on a pipeline rank, with these parts computed again."""

@@ -11,8 +11,10 @@ EXPOSED = {"none": 1.0, "tile": 0.5, "microbatch": 0.25}
 """By `parallel.overlap`, the share of rows' messages that takes time of its own (tools/results/parallel.md)."""
 EXPOSED_BY_TP_OVERLAP = 0.5
 EXPOSED_SHARDING = 0.15
-"""Of gathers and reductions that there is enough to compute beside: the first and last ones, and what NCCL's thread
-blocks take of the GEMMs."""
+"""Of gathers and reductions that there is enough to compute beside: the first and last ones."""
+TAKEN_BY_NCCL = 0.45
+"""What computes loses so much of the time that NCCL moves bytes at the rate of a node's links: its thread blocks hold
+SMs, for which GEMMs with a block an SM wait a wave, and its sums read and write memory. Slower links take no more of it."""
 HIDING = 0.85
 """Of the time to compute, that gathers and reductions may take unseen."""
 BARRIERS = 50e-6
@@ -70,6 +72,7 @@ def stage_seconds(recipe: Recipe, world_size: int, rates: Rates) -> float:
     return size / link_rate(rates, 2 * per_stage, world_size)
 
 
-def sharding_exposed(seconds: float, compute: float) -> float:
-    """What gathers and reductions add to a step that computes for so long beside them."""
-    return EXPOSED_SHARDING * seconds + max(0.0, (1 - EXPOSED_SHARDING) * seconds - HIDING * compute)
+def sharding_exposed(seconds: float, compute: float, in_node: float) -> float:
+    """What gathers and reductions add to a step that computes for so long beside them. `in_node` is the time of as many
+    bytes over the links of a node."""
+    return max(EXPOSED_SHARDING * seconds + TAKEN_BY_NCCL * in_node, seconds - HIDING * compute)

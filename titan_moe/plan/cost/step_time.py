@@ -56,6 +56,10 @@ CODES = 11
 COPIES, COPIES_OF_FROZEN, SUM_OF_SHARDS = 12, 4, 12
 """Of a gathered parameter, and its gradient, in FSDP's buffers; of one without a gradient; and of a rank's shard, to
 add reduced gradients of microbatches up in fp32."""
+GATHERED, CAST_SHARD, REDUCED = 8, 10, 10
+"""The same of sharded experts, by the passes of FSDP. They are sharded by width, not by expert, so what is gathered is
+copied out and its pieces joined (2 + 2 bytes each); a shard is cast to bf16 and copied in (4 + 2, 2 + 2); gradients are
+cut into the pieces of ranks (2 + 2) and cast to fp32 (2 + 4)."""
 MUON_RATE, MUON_COPIES = 0.61, 15
 """Of the rate of dense GEMMs, with symmetric products by halves (0.58 and 0.69 in matrices of 768 and of 2,048 rows);
 and bytes a parameter of norms and divisions. By kernels alone (tools/results/kernels.md, steps.md)."""
@@ -201,13 +205,15 @@ def _of_a_step(part: RankPart, rates: Rates, number: int, compute: float) -> dic
     of_node, of_stage = ranks_of_a_node(world), world // p.pp
     dense, experts = sharding_by_group(part)
     # what is gathered enters a node once, over the adapters of all of its ranks that the group has
-    in_node = of_stage <= of_node
-    of_dense = rates.link if in_node else min(rates.link, max(of_node // max(p.tp, 1), 1) * rates.node_link)
+    is_in_node = of_stage <= of_node
+    of_dense = rates.link if is_in_node else min(rates.link, max(of_node // max(p.tp, 1), 1) * rates.node_link)
     of_experts = min(rates.link, max(of_node // (p.ep * p.etp), 1) * rates.node_link)
-    of_experts = link_rate(rates, p.ep * p.etp * sizes.edp, world) if in_node else of_experts
-    messages = dense / of_dense + experts / of_experts + replicated_grads.received_bytes(part) / rates.link
+    of_experts = link_rate(rates, p.ep * p.etp * sizes.edp, world) if is_in_node else of_experts
+    replicated = replicated_grads.received_bytes(part)
+    messages = dense / of_dense + experts / of_experts + replicated / rates.link
+    in_node = (dense + experts + replicated) / rates.link
     clip, update = update_work(part)
-    found = {"sharding": sharding_exposed(messages, compute)}
+    found = {"sharding": sharding_exposed(messages, compute, in_node)}
     moved = clip.memory_bytes + update.memory_bytes + MUON_COPIES * muon.muon_parameters(part)
     found["optimizer"] = moved / rates.memory + update.flops / (MUON_RATE * rates.dense) + update.wire_bytes / of_dense
     found["passes"] = _copied_bytes(part, run, number) / rates.memory
@@ -227,9 +233,11 @@ def _copied_bytes(part: RankPart, run: Resolved, number: int) -> float:
     dense += trained_dense / sizes.fsdp * SUM_OF_SHARDS * (times - 1)
     experts, trained = experts_per_rank(recipe), trained_experts_per_rank(recipe)
     if not run.experts_are_unsharded:
-        frozen = experts - trained - stored_numbers(part, of_experts=True)
-        copied = (trained * COPIES + (max(frozen, 0) * COPIES_OF_FROZEN if sizes.edp > 1 else 0)) * times
-        copied += trained / sizes.edp * SUM_OF_SHARDS * (times - 1)
+        frozen = max(experts - trained - stored_numbers(part, of_experts=True), 0)
+        frozen = frozen if sizes.edp > 1 else 0
+        gathers = 1 + (p.reshard_experts_after_forward and not p.accumulate_unsharded)
+        copied = (trained + frozen) * gathers * (GATHERED + CAST_SHARD / sizes.edp) + trained * REDUCED
+        copied = copied * times + trained / sizes.edp * SUM_OF_SHARDS * (times - 1)
         return dense + copied + (trained * ACCUMULATE * number if p.accumulate_unsharded else 0)
     casts = CAST if recipe.precision.compute != recipe.precision.parameters else 0
     if recipe.precision.format_of("experts") != "compute":
