@@ -13,6 +13,7 @@ from titan_moe.config import recipe as of_recipe
 from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.formats import GemmFormats
 from titan_moe.config.kernels import Kernels
+from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import ParallelSizes, resolve
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import recompute_of
@@ -64,7 +65,8 @@ class Resolved:
     @cached_property
     def outside_bytes(self) -> float:
         """GPU memory of a rank outside PyTorch's allocator: what ranks share, and what NCCL needs for Muon."""
-        return self.shared_bytes + max(map(muon.connection_bytes, self.parts))
+        sends = OPTIMIZERS[self.recipe.optim.kind].orthogonalises  # parts of pipelines take time to derive
+        return self.shared_bytes + (max(map(muon.connection_bytes, self.parts)) if sends else 0.0)
 
     @property
     def kernels(self) -> Kernels:

@@ -20,6 +20,7 @@ from titan_moe.plan.choice.hardware import Hardware
 from titan_moe.plan.cost.count import attention_core_flops_per_token
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.peak import peak_bytes
+from titan_moe.plan.pipeline.parts import part_of
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.resolved import Resolved
 
@@ -81,6 +82,8 @@ class _Search:
         self.factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
         self.number = recipe.model.num_blocks
         self._gib_of = lru_cache(None)(self._gib)
+        self._layers = lru_cache(None)(self._layers_with)
+        self._peaks: dict[tuple[object, ...], int] = {}
 
     def gib(self, layers: Layers) -> list[float]:
         """The peak of each pipeline rank."""
@@ -88,8 +91,17 @@ class _Search:
 
     def _gib(self, entries: tuple[str, ...]) -> list[float]:
         resolved = Resolved(with_entries(self.recipe, entries), self.world_size)
-        peaks = (peak_bytes(part, self.factor, resolved.experts) for part in resolved.parts)
+        peaks = (self._peak(resolved, rank) for rank in range(self.recipe.parallel.pp))
         return [(peak + resolved.outside_bytes) / 2**30 for peak in peaks]
+
+    def _peak(self, resolved: Resolved, rank: int) -> int:
+        """The peak of a pipeline rank, which entries of its own layers change alone."""
+        own, chosen = self._layers("block", rank), resolved.recompute.layers
+        key = rank, resolved.experts, *((name, layers & own) for name, layers in chosen.items() if layers & own)
+        if key not in self._peaks:
+            part = part_of(resolved.recipe, self.world_size, rank)
+            self._peaks[key] = peak_bytes(part, self.factor, resolved.experts)
+        return self._peaks[key]
 
     def choose(self) -> Choice:
         """The cheapest of the plans that fit; else the one with the lowest peak."""
@@ -176,7 +188,7 @@ class _Search:
     def _is_allowed(self, layers: Layers) -> bool:
         return not check_rules(with_entries(self.recipe, entries_of(layers, self.number)), self.world_size)
 
-    def _layers(self, name: str, rank: int | None = None) -> frozenset[int]:
+    def _layers_with(self, name: str, rank: int | None = None) -> frozenset[int]:
         """The layers that have a part, of all or of a pipeline rank."""
         model, parallel = self.recipe.model, self.recipe.parallel
         of_rank = list(range(self.number))
