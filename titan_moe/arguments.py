@@ -1,6 +1,7 @@
 """The arguments of `titan-moe`: its commands, and what each takes."""
 
 import argparse
+import math
 from typing import Any
 
 from titan_moe.config.parallel import ASSUMED_RANKS_OF_A_NODE
@@ -8,6 +9,7 @@ from titan_moe.plan.choice.hardware import KNOWN_DEVICES, find_hardware
 
 MOST_COPIES = 4096
 """Of an MLP, and pieces of it."""
+SECONDS_OF_A_CALIBRATION = 90.0
 OF_AVERAGES = "of the averages of weights that the run keeps (optim.ema_decay)"
 RATES = "rates of a GPU and its links that titan-moe calibrate has measured, instead of the shipped ones"
 EPILOG = """\
@@ -52,7 +54,9 @@ def command_line() -> argparse.ArgumentParser:
     purpose = "measure what this host's GPUs and their links reach, in a minute: a table for --rates of plan and check"
     measured = verbs.add_parser("calibrate", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
     measured.add_argument("--nproc", type=_ranks, metavar="N", help=f"{launched}, without links")
-    measured.add_argument("--out", metavar="FILE", help="the table, TOML; default: printed")
+    measured.add_argument("--out", metavar="FILE", help="the table, TOML, written anew as it grows; default: printed")
+    limit = f"limit of the whole, which leaves out what has no time; default {SECONDS_OF_A_CALIBRATION:.0f}"
+    measured.add_argument("--seconds", type=_seconds, default=SECONDS_OF_A_CALIBRATION, metavar="S", help=limit)
     purpose = "print all fields of recipes at their defaults, with explanations, as one TOML"
     of_hf = "a Hugging Face checkpoint; prints the recipe that trains it on, with what was assumed"
     printed = verbs.add_parser("recipe", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
@@ -206,3 +210,13 @@ def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; it must be at least 1")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return seconds

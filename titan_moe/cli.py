@@ -166,24 +166,32 @@ def _command(argv: Sequence[str]) -> int:
 
 def _calibrate(args: argparse.Namespace) -> int:
     """Measure this host's GPU, or as many as there are ranks, with their links."""
+    began = time.monotonic()
     world_size = _world_size(args.nproc)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:
         from titan_moe.run.launch import launch
 
-        return launch(world_size, ["calibrate", *([f"--out={args.out}"] if args.out else [])], CALIBRATION_S)
+        words = [f"--out={args.out}"] if args.out else []
+        words.append(f"--seconds={max(args.seconds - (time.monotonic() - began), 1):.0f}")
+        return launch(world_size, ["calibrate", *words], CALIBRATION_S)
     set_variables_of_torch("cuda")
     with imports_frozen():
         from titan_moe.profile.calibration import calibrate, require_gpu
         from titan_moe.run.process import process_group
     require_gpu()
+
+    def save(table: str) -> None:
+        if args.out:  # whole, or as it was: the run may be killed
+            part = Path(f"{args.out}.part")
+            part.write_text(table, encoding="utf-8")
+            part.replace(args.out)
+
     with process_group(RunConfig(device="cuda")) as device:
-        table = calibrate(device)
-    if os.environ.get("RANK", "0") == "0":
-        if args.out:
-            Path(args.out).write_text(table, encoding="utf-8")
-            print(f"wrote {args.out}: titan-moe plan RECIPE.toml --nproc N --rates {args.out}")
-        else:
-            print(table, end="")
+        table = calibrate(device, args.seconds, began=began, save=save)
+        if os.environ.get("RANK", "0") == "0":
+            save(table)
+            wrote = f"wrote {args.out}: titan-moe plan RECIPE.toml --nproc N --rates {args.out}\n"
+            print(wrote if args.out else table, end="", flush=True)
     return 0
 
 

@@ -19,14 +19,14 @@ Stopwatch = Callable[[Callable[[], Any]], float]
 WARMUP_CALLS, TIMED_CALLS = 5, 12
 
 
-def median_ms(call: Callable[[], Any]) -> float:
-    """Median over at least 12 calls and 0.1 s on a GPU, each with a cold L2 cache."""
+def median_ms(call: Callable[[], Any], least_ms: float = 100.0) -> float:
+    """Median over at least 12 calls and `least_ms` on a GPU, each with a cold L2 cache."""
     estimate_ms = do_bench(call, warmup=1, rep=1)
-    warmup_ms, timed_ms = max(25.0, WARMUP_CALLS * estimate_ms), max(100.0, TIMED_CALLS * estimate_ms)
+    warmup_ms, timed_ms = max(least_ms / 4, WARMUP_CALLS * estimate_ms), max(least_ms, TIMED_CALLS * estimate_ms)
     return do_bench(call, warmup=warmup_ms, rep=timed_ms, return_mode="median")
 
 
-def replayed_ms(call: Callable[[], Any]) -> float:
+def replayed_ms(call: Callable[[], Any], least_ms: float = 100.0) -> float:
     """`median_ms` of a CUDA graph of the call: the time of the GPU without that of host launches. Launching a small
     operation takes longer than running it; in a run the host is ahead of the GPU, or replays a graph too.
 
@@ -44,7 +44,7 @@ def replayed_ms(call: Callable[[], Any]) -> float:
     except RuntimeError:
         forget_recording(torch.cuda.current_stream().device)
         raise
-    return median_ms(graph.replay)
+    return median_ms(graph.replay, least_ms)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ EXPOSED_BY_TP_OVERLAP = 0.5
 EXPOSED_SHARDING = 0.15
 """Of gathers and reductions that there is enough to compute beside: the first and last ones."""
 TAKEN_BY_NCCL = 0.45
-"""What computes loses so much of the time that NCCL moves bytes at the rate of a node's links: its thread blocks hold
-SMs, for which GEMMs with a block an SM wait a wave, and its sums read and write memory. Slower links take no more of it."""
+"""Of the time that bytes take over a node's links, what kernels beside NCCL lose: its thread blocks hold SMs, for which
+GEMMs with a block an SM wait, and its sums read and write memory. Slower links take no more of it."""
 HIDING = 0.85
 """Of the time to compute, that gathers and reductions may take unseen."""
 BARRIERS = 50e-6

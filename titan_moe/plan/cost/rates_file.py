@@ -20,6 +20,8 @@ from titan_moe.plan.cost.step_time import CODES
 
 NAMES = tuple(field.name for field in fields(Rates) if field.type in ("float", float) and field.name != "peak")
 """Of rates that a table may have."""
+BYTES = ("memory", "link", "node_link", "collective_rows", "split_collectives")
+"""Those in bytes a second; the others are in FLOP/s."""
 
 
 class Measurement(NamedTuple):
