@@ -51,7 +51,7 @@ def command_line() -> argparse.ArgumentParser:
     explained = "explain a field or a section of recipes; without KEY list all fields"
     checked.add_argument("--explain", metavar="KEY", nargs="?", const="", help=explained)
     _add_plan(verbs)
-    purpose = "measure what this host's GPUs and their links reach, in a minute: a table for --rates of plan and check"
+    purpose = "measure what this host's GPUs and their links reach, in 90 s: a table for --rates of plan and check"
     measured = verbs.add_parser("calibrate", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
     measured.add_argument("--nproc", type=_ranks, metavar="N", help=f"{launched}, without links")
     measured.add_argument("--out", metavar="FILE", help="the table, TOML, written anew as it grows; default: printed")

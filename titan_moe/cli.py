@@ -167,6 +167,8 @@ def _command(argv: Sequence[str]) -> int:
 def _calibrate(args: argparse.Namespace) -> int:
     """Measure this host's GPU, or as many as there are ranks, with their links."""
     began = time.monotonic()
+    if args.out and not (folder := Path(args.out).absolute().parent).is_dir():
+        raise RecipeError([f"calibrate --out {args.out}: {folder} is no folder"])
     world_size = _world_size(args.nproc)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:
         from titan_moe.run.launch import launch

@@ -46,6 +46,12 @@ def test_fields_that_must_follow_do(cases: list[Case]) -> None:
     assert any(name.startswith('parallel.dispatcher = "alltoall", with') and "overlap" in name for name in words)
 
 
+def test_what_follows_does_not_take_a_change_back() -> None:
+    on_cpu = what_if(load_recipe(RECIPE.with_name("quickstart.toml"), []), 1, "H100")
+    (recorded,) = [case for case in on_cpu if case.name == 'compile.cudagraph = "step"']
+    assert "has no CUDA graphs" in recorded.refusal
+
+
 def test_what_does_not_fit_says_so(cases: list[Case]) -> None:
     text = describe_what_if(cases)
     assert text.splitlines()[1].endswith("as it is")

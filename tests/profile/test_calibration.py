@@ -80,5 +80,7 @@ def test_links_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate"]) == 2
     assert "measures a GPU, and torch finds none here" in capsys.readouterr().err
+    assert main(["calibrate", "--out=/no/such/folder/rates.toml"]) == 2
+    assert "/no/such/folder is no folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["calibrate", "--seconds=soon"])

@@ -112,8 +112,10 @@ def _twice_as_long(base: Recipe) -> Way:
 
 def _changed(base: Recipe, way: Way, num_ranks: int, gpu: str, name: str = "") -> Case:
     """A change, with the fields that follow from it if it breaks a rule alone."""
-    refusal = ""
+    refusal, keys = "", {change.key for change in way}
     for more in ((), *_following(base, way)):
+        if keys & {change.key for change in more}:  # which would take the change back
+            continue
         recipe = with_changes(base, (*_freed(base, way), *way, *more))
         if not (breaches := check_rules(recipe, num_ranks)):
             words = name or listed(way)
