@@ -115,6 +115,18 @@ def test_copies_of_experts_are_made_again() -> None:
     assert some > none
 
 
+def test_sharded_experts_are_copied_at_each_gather() -> None:
+    def passes(*overrides: str) -> float:
+        fields = ("parallel.ep=2", "model.num_layers=4", "train.global_batch_sequences=32", "memory.recompute=none")
+        words = [f"--{field}" for field in (*fields, *overrides)]
+        return predict(Resolved(load_recipe(RECIPES / "qwen3_30b_a3b.toml", words), 8), Rates()).parts["passes"]
+
+    # by hand: 64 experts of a rank in four layers, shared by four ranks: 8 bytes of each number, 10 of a shard's
+    numbers = 4 * 64 * 3 * 2048 * 768
+    again = passes() - passes("parallel.reshard_experts_after_forward=false")
+    assert again == pytest.approx(numbers * (8 + 10 / 4) / Rates().memory)
+
+
 @pytest.mark.parametrize("of", ["rows", "later"])
 def test_order_in_a_call(of: str, request: pytest.FixtureRequest) -> None:
     """Of layouts of a model that were measured in one call; those within 1 % of each other have no order."""
