@@ -32,7 +32,7 @@ def test_a_predicted_step_counts_ahead() -> None:
     loss = "model.moe.aux_losses.global_batch=0.001"
     plain, bytes_of_plain = predicted(64)
     counted, bytes_of_counted = predicted(64, loss)
-    assert 1.15 < counted.seconds / plain.seconds < 1.4
+    assert 1.1 < counted.seconds / plain.seconds < 1.4
     assert bytes_of_counted > bytes_of_plain
     assert sum(counted.parts.values()) == pytest.approx(counted.seconds)
     assert "counting" in counted.parts
