@@ -15,7 +15,7 @@ from titan_moe.config.balance import AuxLosses
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.mtp import MTPConfig
-from titan_moe.layers.hash_router import HashRouter, balanced_table, fill_tables
+from titan_moe.layers.hash_router import HashRouter, balanced_table, fill_tables, loaded_otherwise
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
 from titan_moe.models.part import part_of
@@ -162,11 +162,16 @@ def test_tables_come_from_a_file(tmp_path: Path) -> None:
         fill_tables([model], MOE.hash_layers, str(tmp_path / file))
         tables = [model.get_buffer(f"{name}.token_experts_VK").numpy() for name in ROUTERS]
         assert np.array_equal(np.stack(tables), expected)
+        assert loaded_otherwise([model], MOE.hash_layers, str(tmp_path / file)) == ""
+    message = loaded_otherwise([model], MOE.hash_layers, str(tmp_path / "all.npy"))
+    assert "has another table for layers.2.feed_forward.router than the checkpoint" in message
+    np.savez(tmp_path / "all.npz", tables_LVK)
     np.save(tmp_path / "short.npy", tables_LVK[:, 1:])
     with pytest.raises(ValueError, match=r"has \[2, 30, 3\]; it must be \[31, 3\] or \[2, 31, 3\]"):
         fill_tables([model], MOE.hash_layers, str(tmp_path / "short.npy"))
-    with pytest.raises(ValueError, match=r"hash_table = .*none.npy' cannot be read"):
-        fill_tables([model], MOE.hash_layers, str(tmp_path / "none.npy"))
+    for file in ("none.npy", "all.npz"):
+        with pytest.raises(ValueError, match=rf'hash_table = .*{file}\' cannot be read.* or set it to ""'):
+            fill_tables([model], MOE.hash_layers, str(tmp_path / file))
 
 
 def test_nothing_balances_these_layers() -> None:
@@ -214,7 +219,9 @@ def test_parts_without_the_embedding_read_tokens() -> None:
     h_BND = first(tokens_BN)
     expected = model(tokens_BN, labels_BN)
     torch.testing.assert_close(last(h_BND, labels_BN, None, read_BN=tokens_BN), expected)
-    with pytest.raises(ValueError, match=r"routes by token ids \[2, 11\], and got torch.float64 \[2, 11, 54\]"):
+    with pytest.raises(ValueError, match=r"ids \[2, 11\], int32 or int64, and got torch.float64 \[2, 11, 54\]"):
         last(h_BND, labels_BN)
     with pytest.raises(ValueError, match="and got none; pass them as tokens_BN"):
         MoE(CONFIG, kernels=Kernels(experts="reference"), routes_by_token=True)(torch.randn(1, 4, 54))
+    with pytest.raises(ValueError, match=r"int32 or int64, and got torch.bool \[2, 11\]"):
+        last(h_BND, labels_BN, None, read_BN=tokens_BN > 0)

@@ -109,7 +109,8 @@ class MoEConfig:
     losses, the z-loss and biases leave these layers alone."""
     hash_table: str = ""
     """A .npy file with the table, which a run reads instead of drawing it: integers [vocab_size, top_k] for all of
-    `hash_layers`, or [layers, vocab_size, top_k] in their order. Checkpoints have it: a resume may set this to ""."""
+    `hash_layers`, or [layers, vocab_size, top_k] in their order. Checkpoints have it: a run that loads
+    one is refused if the file has another, and "" keeps that of the checkpoint."""
 
     capacity_factor: float = 0.0
     """Capacity of an expert for tokens of one forward of a rank, over its balanced share: `ceil(tokens * top_k /

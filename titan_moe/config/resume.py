@@ -46,7 +46,7 @@ CHANGES: dict[str, Change] = {
     "model.moe.drop_policy": LOGGED,
     "model.moe.drop_over": LOGGED,
     "model.moe.pad_to_capacity": FREE,
-    "model.moe.hash_table": FREE,  # a checkpoint has its tables
+    "model.moe.hash_table": LOGGED,  # those of a checkpoint stay: a file with others is refused
     "model.moe.router_dtype": LOGGED,
     "model.moe.input_jitter": LOGGED,
     "parallel": FREE,

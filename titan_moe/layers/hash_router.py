@@ -4,7 +4,7 @@ B batch · N sequence · V vocabulary · E experts · K choices a token
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,16 @@ class HashRouter(TopKRouter):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _given_ids(self, logits_BNE: Tensor, tokens_BN: Tensor | None) -> Tensor:
-        """The experts of these tokens, int64 [B, N, K].
+        """The experts of these tokens, int64 [B, N, K]. Padding needs an id of the vocabulary as well: an id below 0 is
+        not refused, which would read it on the host, and counts from the end of the table.
 
-        Raises: ValueError without tokens, or for others than those of the hidden states.
+        Raises: ValueError without tokens, or for others than int32 or int64 ids of the hidden states.
         """
-        if tokens_BN is None or tokens_BN.is_floating_point() or tokens_BN.shape != logits_BNE.shape[:2]:
+        shape, dtypes = logits_BNE.shape[:2], (torch.int32, torch.int64)
+        if tokens_BN is None or tokens_BN.dtype not in dtypes or tokens_BN.shape != shape:
             got = "none" if tokens_BN is None else f"{tokens_BN.dtype} {list(tokens_BN.shape)}"
             raise ValueError(
-                f"a layer of model.moe.hash_layers routes by token ids {list(logits_BNE.shape[:2])}, and got {got}; "
+                f"a layer of model.moe.hash_layers routes by token ids {list(shape)}, int32 or int64, and got {got}; "
                 "pass them as tokens_BN, and to a part of a model without the embedding as read_BN"
             )
         return self.token_experts_VK[tokens_BN].long()
@@ -105,24 +107,49 @@ def fill_tables(parts: Iterable[nn.Module], layers: Sequence[int], path: str) ->
 
     Raises: ValueError for a file that cannot be read, or is of other tables.
     """
+    for _, router, table_VK in _tables_in(parts, layers, path):
+        router.token_experts_VK.copy_(table_VK)
+
+
+def loaded_otherwise(parts: Iterable[nn.Module], layers: Sequence[int], path: str) -> str:
+    """What is wrong if a checkpoint has given these layers other tables than those of the file; empty if it has not.
+
+    Raises: ValueError as `fill_tables`.
+    """
+    for name, router, table_VK in _tables_in(parts, layers, path):
+        if not torch.equal(router.token_experts_VK.cpu(), table_VK.int()):
+            return (
+                f"model.moe.hash_table = {path!r} has another table for {name} than the checkpoint, whose weights were "
+                'trained with its own; set it to "", which keeps that of the checkpoint'
+            )
+    return ""
+
+
+def _tables_in(
+    parts: Iterable[nn.Module], layers: Sequence[int], path: str
+) -> Iterator[tuple[str, HashRouter, Tensor]]:
+    """Names, routers and the tables that a file has for them."""
     try:
         array = np.load(Path(path).expanduser(), mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it is an archive of arrays, and a single one is needed")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f'model.moe.hash_table = {path!r} cannot be read: {error}; a resume may set it to ""'
+            f'model.moe.hash_table = {path!r} cannot be read: {error}; write it with numpy.save, or set it to "", '
+            "which draws tables, or keeps those of a checkpoint"
         ) from error
     for part in parts:
         for name, router in part.named_modules():
             if not isinstance(router, HashRouter):
                 continue
-            own = router.token_experts_VK
-            if array.shape not in (tuple(own.shape), (len(layers), *own.shape)):
-                shapes = f"{list(own.shape)} or {[len(layers), *own.shape]}"
+            shape = tuple(router.token_experts_VK.shape)
+            if array.shape not in (shape, (len(layers), *shape)):
+                shapes = f"{list(shape)} or {[len(layers), *shape]}"
                 raise ValueError(f"model.moe.hash_table = {path!r} has {list(array.shape)}; it must be {shapes}")
             place = layers.index(int(name.split(".")[1])) if array.ndim == 3 else ...
             table_VK = torch.from_numpy(np.array(array[place]))
             check_table(table_VK, len(router.expert_bias_E), f"model.moe.hash_table = {path!r}")
-            own.copy_(table_VK)
+            yield name, router, table_VK
 
 
 def routes_by_token(model: nn.Module) -> bool:

@@ -90,7 +90,8 @@ class MoE(nn.Module):
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None, tokens_BN: Tensor | None = None) -> Tensor:
         """[B, N, D] -> [B, N, D]. Tokens that are not valid (bool, false for padding) have no routed experts, and are
-        in no count and no balancing loss. `tokens_BN` are their ids, for a layer that routes by them."""
+        in no count and no balancing loss. `tokens_BN` are their ids, for a layer that routes by them: int32 or int64,
+        below the size of the vocabulary also for padding."""
         given = valid_BN, tokens_BN
         num_given = 2 if tokens_BN is not None else int(valid_BN is not None)
         topk_scores_TK, topk_ids_TK = self.router(x_BND, *given[:num_given])  # [B, N]: for balance per sequence

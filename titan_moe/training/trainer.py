@@ -28,6 +28,7 @@ from titan_moe.config.run_length import with_steps
 from titan_moe.data.loader import Loader, check_batch, open_data
 from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
+from titan_moe.layers.hash_router import loaded_otherwise
 from titan_moe.metrics.meter import Meter
 from titan_moe.metrics.table import EPOCH_OF_SOURCE
 from titan_moe.metrics.weights_and_biases import require_wandb
@@ -153,6 +154,7 @@ class Trainer:
         """Run the remaining steps, save, print a sample, and say how the run ended. Returns the exit code."""
         with _as_recipe_errors(ValueError, CheckpointMismatch):
             self.checkpointer.load()
+            self._check_tables()
         if self.average is not None and self.progress.step == 0:  # of weights that were loaded
             self.average.restart()
         self._read_skipped()
@@ -181,6 +183,15 @@ class Trainer:
         if stopped_by == SIGINT:
             return EXIT_BY_SIGNAL + stopped_by
         return EXIT_FAILED if self.has_diverged else 0
+
+    def _check_tables(self) -> None:
+        """Raises: ValueError if a checkpoint has other tables of hash layers than the recipe. Collective."""
+        moe = self.recipe.model.moe
+        if not moe.hash_table:
+            return
+        problem = loaded_otherwise(self.parts, moe.hash_layers, moe.hash_table)
+        if found := [text for text in _gather(self.checkpointer.group, problem) if text]:
+            raise ValueError(found[0])
 
     def _train_remaining_steps(self) -> int:
         if self.is_main:  # only now: a refused recipe leaves the one in the run folder as it was
