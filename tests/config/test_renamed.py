@@ -160,7 +160,7 @@ virtual_pipeline_model_parallel_size    parallel.vpp
 expert_tensor_parallel_size             parallel.etp
 rampup_batch_size                       train.batch_schedule
 moe_input_jitter_eps                    model.moe.input_jitter
-num_hash_layers                         no field
+num_hash_layers                         model.moe.hash_layers
 moe_sinkhorn                            no field
 dynamic_context_parallel                no field
 fp8_param_gather                        no field

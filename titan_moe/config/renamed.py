@@ -113,6 +113,8 @@ SPELLINGS = {
     "model.attention.longrope_long_scale": "long_mscale",
     "model.attention.qk_nope_head_dim": "qk_head_dim",
     "model.attention.qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "model.moe.hash_layers (their numbers: 3 is [0, 1, 2])": "num_hash_layers n_hash_layers moe_n_hash_layers "
+    "hash_routing",
     "model.moe.num_experts": "num_moe_experts n_routed_experts num_local_experts",
     "model.moe.top_k": "num_experts_per_tok moe_router_topk num_experts_per_token moe_top_k",
     'model.moe.num_groups (Megatron\'s group_score is "top_share_sum")': "moe_router_num_groups",
@@ -343,8 +345,6 @@ ABSENT = {
     "models have no dropout, and adapters none": "lora_dropout dropout hidden_dropout attention_dropout "
     "attn_dropout resid_dropout embd_pdrop",
     "logits have no noise; model.moe.input_jitter is that of their inputs": "router_noise_eps noisy_gate_policy",
-    "experts are chosen by scores; a model.class of your own may choose them by token id": "num_hash_layers "
-    "n_hash_layers moe_n_hash_layers hash_routing",
     'no iteration makes assignments even while a step routes; model.moe.bias_update = "quantile" balances those of a '
     "step exactly, without a loss": "sinkhorn moe_sinkhorn sinkhorn_iterations use_sinkhorn",
     "the ranks of cp are those of the recipe in every microbatch, so that each has one shape; packing evens lengths, "

@@ -128,6 +128,7 @@ SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8
         ("--data-path 0.7 a/x 0.3 b/y", {"data.source": "mixture"}),
         ("--moe-expert-capacity-factor -1", {"model.moe.capacity_factor": 0.0}),
         ("--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position", {"model.moe.drop_policy": "position"}),
+        ("--moe-n-hash-layers 2", {"model.moe.hash_layers": (0, 1)}),
         ("--window-size 7,0", {"model.attention.sliding_window": 8}),
         ("--context-parallel-size 2", {"parallel.cp_kind": "ring"}),
         ("--context-parallel-size 2 --multi-latent-attention", {"parallel.cp_kind": "allgather"}),

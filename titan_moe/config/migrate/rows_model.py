@@ -185,6 +185,14 @@ def _aux_losses(given: Given) -> Mapping[str, Any]:
     return {AUX_LOSSES[kind]: coef for kind, coef in zip(kinds, numbers, strict=True) if AUX_LOSSES[kind] and coef}
 
 
+def _hash_layers(given: Given) -> Mapping[str, Any]:
+    names = [name for name in ("num_hash_layers", "n_hash_layers", "moe_n_hash_layers") if name in given]
+    number = given.whole(names[0]) if names else 0
+    if number > MAX_LAYERS:
+        raise Unreadable(given[names[0]], f"at most {MAX_LAYERS:,}")
+    return {"model.moe.hash_layers": tuple(range(number))}
+
+
 def _capacity(given: Given) -> Mapping[str, Any]:
     """Negative factors are Megatron's word for none."""
     factor = given.number("moe_expert_capacity_factor")
@@ -219,6 +227,7 @@ ROWS = (
     Row("moe_router_num_groups moe_router_group_topk", _groups),
     Row("moe_router_enable_expert_bias moe_router_bias_update_rate", _bias),
     Row("moe_router_load_balancing_type moe_aux_loss_coeff", _aux_losses),
+    Row("num_hash_layers n_hash_layers moe_n_hash_layers", _hash_layers),
     Row("moe_expert_capacity_factor", _capacity),
     Row("init_method_std embedding_init_method_std", _init),
 )
