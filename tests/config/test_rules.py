@@ -565,6 +565,10 @@ BROKEN = {
         "--optim.qk_clip.threshold=100 --optim.trainable=*.router.*",
         "optim.qk_clip.threshold = 100 needs weights that all train, but model.adapter.rank = 0 and optim.trainable",
     ),
+    "clipped_weights_are_not_rounded_away": (
+        "--optim.qk_clip.threshold=100 --optim.kind=fused_adamw --precision.master=bf16",
+        'optim.qk_clip.threshold = 100 does not support precision.master = "bf16"',
+    ),
     "clipped_masters_are_on_the_device": (
         "--optim.qk_clip.threshold=100 --optim.kind=fused_adamw --precision.master=fp32_split --memory.park=states",
         'optim.qk_clip.threshold = 100 does not support memory.park = "states" with precision.master = "fp32_split"',

@@ -30,6 +30,11 @@ clipped_weights_train = row(
     lambda r: r.optim.qk_clip.is_used and (r.model.adapter.is_used or not trains_all(r.model, r.optim.trainable)),
     "{optim.qk_clip.threshold} needs weights that all train, but {model.adapter.rank} and {optim.trainable}",
 )
+clipped_weights_are_not_rounded_away = row(
+    "rounded to the nearest bf16 number, a factor above 1 - 1/512 scales no weight, and others not as they should",
+    lambda r: r.optim.qk_clip.is_used and r.precision.master == "bf16",
+    "{optim.qk_clip.threshold} does not support {precision.master}",
+)
 clipped_masters_are_on_the_device = row(
     "it scales a master in both of its parts, and a remainder on the host would be copied there and back",
     lambda r: r.optim.qk_clip.is_used and r.precision.has_split_masters and r.memory.park == "states",
