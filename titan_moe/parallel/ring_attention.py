@@ -176,13 +176,17 @@ class RingMaxLogits:
 @torch.library.custom_op("titan_moe::ring_max_logits", mutates_args=())
 def _ring_max_logits(q_BnHD: Tensor, k_BnGD: Tensor, scale: float, kernels: str, group: str) -> Tensor:
     ring, half, measure = _Ring(_resolve_process_group(group)), q_BnHD.shape[1] // 2, MAX_LOGITS[kernels]
-    k_BnGD = k_BnGD.contiguous()
-    largest_H = measure(q_BnHD, k_BnGD, scale, ALL_CAUSAL)
-    for step in range(1, ring.num_ranks):
-        k_BnGD = ring.pass_on(k_BnGD).wait()
-        is_before = ring.is_from_before(step)
-        q, k = (q_BnHD, k_BnGD[:, :half]) if is_before else (q_BnHD[:, half:], k_BnGD)
-        largest_H = torch.maximum(largest_H, measure(q, k, scale, ALL_PAIRS))
+    k_BnGD, largest_H = k_BnGD.contiguous(), q_BnHD.new_empty(())
+    for step in range(ring.num_ranks):
+        arriving = ring.pass_on(k_BnGD) if step < ring.num_ranks - 1 else None
+        if step == 0:
+            largest_H = measure(q_BnHD, k_BnGD, scale, ALL_CAUSAL)
+        else:
+            is_before = ring.is_from_before(step)
+            q, k = (q_BnHD, k_BnGD[:, :half]) if is_before else (q_BnHD[:, half:], k_BnGD)
+            largest_H = torch.maximum(largest_H, measure(q, k, scale, ALL_PAIRS))
+        if arriving is not None:
+            k_BnGD = arriving.wait()
     return largest_H
 
 
