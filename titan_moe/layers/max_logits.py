@@ -15,8 +15,11 @@ from titan_moe.layers.wide_buffers import WideBuffers
 
 
 class _MeasureInBackward(torch.autograd.Function):
-    """Identity on the result of attention. Its backward measures the logits, from queries and keys that backward needs
-    in any case, and keeps the larger of these and of those before.
+    """Identity on the result of attention. Its backward measures the logits from queries and keys, and keeps the larger
+    of these and of those before.
+
+    The backward of attention needs queries and keys in any case. Where it keeps copies of them instead, wider ones for
+    sinks without FlexAttention or scaled ones of PyTorch's "math", both are in memory.
 
     Backward runs exactly once per microbatch, however often forward runs, and never in validation.
     """

@@ -455,6 +455,18 @@ def test_gathered_tensors_are_kept_over_tp_and_cp() -> None:
     assert more == {"tp": 2048 * half, "ulysses": 4096 * half, "allgather": 2 * 4 * 128 * half, "ring": 0}
 
 
+def test_qk_clip_keeps_queries_and_keys_beside_the_copies_of_sinks() -> None:
+    words = ["--train.micro_batch_sequences=1", "--train.seq_len_tokens=1024"]
+    for backend, recompute, num_layers in (("auto", "none", 24), ("auto", '["attention:3"]', 21), ("flex", "none", 0)):
+        layout = [*words, f"--perf.attention={backend}", f"--memory.recompute={recompute}"]
+        without, clipped = (
+            load_recipe(RECIPES / "gpt_oss_20b.toml", [*layout, f"--optim.qk_clip.threshold={threshold}"])
+            for threshold in (0, 100)
+        )
+        more = activation_bytes_per_rank(clipped) - activation_bytes_per_rank(without)
+        assert more == num_layers * (64 + 8) * 64 * 1024 * 2
+
+
 def test_recomputed_layers_keep_their_inputs() -> None:
     """Without an arena experts keep their rows, and blocks the hidden states before them."""
     words = ["--parallel.dispatcher=alltoall", "--parallel.overlap=none", "--parallel.expert_rank_capacity_factor=0"]

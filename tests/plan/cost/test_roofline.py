@@ -11,11 +11,12 @@ from titan_moe.config.modules import Module
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.config.train import TrainConfig
+from titan_moe.config.qk_clip import QKClipConfig
+from titan_moe.config.train import OptimConfig, TrainConfig
 from titan_moe.plan.choice.hardware import find_hardware
 from titan_moe.plan.cost.count import training_flops_per_token
 from titan_moe.plan.cost.links import rows_sent
-from titan_moe.plan.cost.roofline import RegionWork, sharding_bytes, step_work
+from titan_moe.plan.cost.roofline import RegionWork, exchanged_bytes, sharding_bytes, step_work
 from titan_moe.plan.pipeline.parts import RankPart
 from titan_moe.plan.resolved import Resolved
 
@@ -129,6 +130,15 @@ def test_roofline_bytes_between_context_parallel_ranks(
     work, alone = step_work(recipe, world_size)["attention"], step_work(replace(recipe, parallel=ParallelConfig()), 1)
     assert work.wire_bytes == pytest.approx(2 * 2 * 3 * num_tokens * elements)  # bf16, forward and backward
     assert work.flops == pytest.approx(alone["attention"].flops / world_size)
+
+
+def test_qk_clip_sends_keys_around_a_ring_once_more() -> None:
+    model, ring = ModelConfig(num_layers=3, attention=GQA), ParallelConfig(cp=4, cp_kind="ring")
+    with_clip, without = (
+        exchanged_bytes(Recipe(model=model, parallel=ring, optim=OptimConfig(qk_clip=QKClipConfig(threshold))), 10)
+        for threshold in (100.0, 0.0)
+    )
+    assert with_clip - without == 2 * 3 * 10 * 3 * 2 * 16
 
 
 def test_roofline_time_is_of_the_scarcest_resource() -> None:

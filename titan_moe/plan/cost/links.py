@@ -57,7 +57,8 @@ def rows_sent(recipe: Recipe, world_size: int, sends: str = "") -> RowsSent:
 
 def chosen_probability(moe: MoEConfig, num_local_experts: int) -> float:
     """The probability that a token chooses one of so many consecutive experts, where all choices that the router's
-    groups allow are equally likely. Parts that cut a group in unequal pieces count as without groups."""
+    groups allow are equally likely. Parts that cut a group in unequal pieces count as without groups. Layers that route
+    by token id have no groups, and are counted as those that do: their rows go to more ranks than this says."""
     groups, chosen = moe.num_groups, moe.top_k_groups
     of_group = moe.num_experts // max(groups, 1)
     if chosen >= groups or (of_group % num_local_experts and num_local_experts % of_group):

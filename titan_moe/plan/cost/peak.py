@@ -144,7 +144,8 @@ def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
             of_token -= elements * len(again.layers.get(name, frozenset()).intersection(module.layers) - blocks)
     choices = len(blocks.intersection(m.moe_layers)) * m.moe.top_k * CHOICE_BYTES
     of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
-    kept = round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element + choices * num_tokens
+    of_token += _clip_elements(recipe) + _code_elements(recipe)
+    kept = round(of_token * num_tokens + of_experts) * element + choices * num_tokens
     if has_arena and m.num_moe_layers:  # of recomputed blocks one at a time
         num_at_once = max(m.num_moe_layers - len(blocks.intersection(m.moe_layers)), 1)
         kept += num_at_once * assignment_bytes_of_pieces(recipe)
@@ -169,6 +170,20 @@ def _linears_delay(recipe: Recipe) -> bool:
     """Whether dense linear layers delay their weight gradients under split backwards, so that their inputs are kept."""
     linears = (module for module in gemm_modules(recipe.model) if module.part == "linears")
     return any(obstacle_of(recipe, module) is None for module in linears)
+
+
+def _clip_elements(recipe: Recipe) -> float:
+    """Elements of a token that QK-clip keeps in all layers: queries and keys, where attention keeps copies of them that
+    are as wide as sinks need. A part that is computed again makes the copies again."""
+    a, p = recipe.model.attention, recipe.parallel
+    is_ring = p.cp > 1 and p.cp_kind == "ring"
+    if not (recipe.optim.qk_clip.is_used and a.sinks) or recipe.perf.attention == "flex" or is_ring:
+        return 0.0
+    core = next(it for it in modules_of(recipe.model, p) if it.path == "attention")
+    attended = core.kept - dict(core.freed)["attention"]  # queries, keys and values
+    again = recompute_of(recipe).of("block", "attention")
+    number = sum(layer not in again for layer in core.layers or ())
+    return number * (a.num_heads * a.head_dim + attended) / 2
 
 
 def _code_elements(recipe: Recipe) -> float:

@@ -97,11 +97,11 @@ def update_work(part: RankPart) -> tuple[RegionWork, RegionWork]:
 def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
     """Count the bytes that attention layers receive from other cp ranks for the tokens that a rank has between layers:
     queries, keys, values and results, or latents (parallel/context.py). Gradients take the same ways back; with `ring`
-    they go round behind keys and values, which are sent twice, and are in fp32."""
+    they go round behind keys and values, which are sent twice, and are in fp32; QK-clip sends keys once more."""
     compute = BYTES_OF_DTYPE[recipe.precision.compute]
-    both_ways = 2 * compute
+    both_ways = 2.0 * compute
     if recipe.parallel.cp_kind == "ring":
-        both_ways += max(compute, BYTES_OF_DTYPE["fp32"])
+        both_ways += max(compute, BYTES_OF_DTYPE["fp32"]) + recipe.optim.qk_clip.is_used * compute / 2
     modules = modules_of(recipe.model, recipe.parallel)
     return num_tokens * sum(module.number * module.received for module in modules) * both_ways
 
