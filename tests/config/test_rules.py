@@ -562,8 +562,8 @@ BROKEN = {
         'optim.qk_clip.threshold = 100 does not support model.class = "my_package:MyModel"',
     ),
     "clipped_weights_train": (
-        "--optim.qk_clip.threshold=100 --optim.trainable=*.router.*",
-        "optim.qk_clip.threshold = 100 needs weights that all train, but model.adapter.rank = 0 and optim.trainable",
+        "--optim.qk_clip.threshold=100 --optim.trainable=layers.1.attention.*",
+        "optim.qk_clip.threshold = 100 scales projections, of which model.adapter.rank = 0 and optim.trainable",
     ),
     "clipped_weights_are_not_rounded_away": (
         "--optim.qk_clip.threshold=100 --optim.kind=fused_adamw --precision.master=bf16",
