@@ -54,7 +54,7 @@ from titan_moe.checkpoint.manifest import Manifest, find_damage, read_manifest
 from titan_moe.checkpoint.merged import merged
 from titan_moe.checkpoint.peft import save_adapter
 from titan_moe.checkpoint.storage import ChunkedTensor, PlainReader, PlainSavePlanner, load_slices
-from titan_moe.config import Recipe
+from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.adapter import KINDS, AdapterConfig, AdapterOfKind
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.renamed import values_before
@@ -228,9 +228,9 @@ def export_hf(
 
 
 def _reader_of(checkpoint: Path, is_ema: bool) -> PlainReader:
-    """Raises: HuggingFaceError for a checkpoint without averages."""
+    """Raises: RecipeError for a checkpoint without averages."""
     if is_ema and (problem := lacks_averages(checkpoint)):
-        raise HuggingFaceError(checkpoint, [problem])
+        raise RecipeError([problem])
     return reader_of_weights(checkpoint, is_ema=is_ema)
 
 
@@ -247,8 +247,8 @@ def export_adapter(
     """Write the adapter of a checkpoint, or with `is_ema` its average, as PEFT's files, with a matrix for each expert,
     or in the form of `target_parameters`.
 
-    Raises: HuggingFaceError if the checkpoint is damaged or has no adapter, or a form does not exist. Then nothing is
-    left behind.
+    Raises: HuggingFaceError if the checkpoint is damaged or has no adapter, or a form does not exist; RecipeError if it
+    has no averages. Then nothing is left behind.
     """
     if not factors:
         raise HuggingFaceError(checkpoint, ["it has no adapter; export it without --adapter"])
