@@ -12,6 +12,7 @@ from support import load
 from torch import Tensor
 
 from titan_moe.config import Recipe
+from titan_moe.config.mtp import MTPConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.config.qk_clip import QKClipConfig
@@ -31,10 +32,12 @@ ALONE, TP2, CP2 = ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(cp=2)
 
 
 def recipe(parallel: ParallelConfig, name: str, optim: OptimConfig = OPTIM, **changes: Any) -> Recipe:
-    """Without norms of queries and keys; models with "-deep" have a layer more."""
-    base: Recipe = one_loss.split_recipe(parallel, name.removesuffix("-deep"), optim=optim, **changes)
+    """Without norms of queries and keys; models with "-deep" have a layer more, with "-mtp" one that predicts ahead."""
+    of_model = name.removesuffix("-deep").removesuffix("-mtp")
+    base: Recipe = one_loss.split_recipe(parallel, of_model, optim=optim, **changes)
     model = replace(base.model, attention=replace(base.model.attention, qk_norm=False))
     model = replace(model, num_layers=model.num_layers + name.endswith("-deep"))
+    model = replace(model, mtp=MTPConfig(1, 0.3)) if name.endswith("-mtp") else model
     return replace(base, model=model, train=replace(base.train, micro_batch_sequences=2))
 
 
@@ -133,9 +136,9 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig, str, dict[str, Any]]] = {
     "tp2-gqa-window-offloaded": (2, TP2, "gqa-window", {"memory": one_loss.OFFLOADED}),
     "tp2-mla-recompute_parts": (2, TP2, "mla", {"memory": one_loss.OF_MLA}),
     "tp4-gqa-shared": (4, replace(TP2, tp=4), "gqa-shared", {}),
-    "tp2-dp2-mla-recompute_block": (4, TP2, "mla", {"memory": MemoryConfig("block")}),
+    "tp2-dp_replicate2-recompute_block": (4, replace(TP2, dp_replicate=2), "mla", {"memory": MemoryConfig("block")}),
     "tp2-dp2-interleaved-recompute_attention": (4, UNSHARDED, "gqa", {"memory": MemoryConfig(("attention",))}),
-    "pp2-tp2-gqa": (4, replace(TP2, pp=2), "gqa", {}),
+    "pp2-tp2-gqa-mtp": (4, replace(TP2, pp=2), "gqa-mtp", {}),
     "zbv-mla": (2, ParallelConfig(pp=2, vpp=2, pp_schedule="zbv"), "mla-deep", {}),
     "cp2-tp2-gqa": (4, replace(CP2, tp=2), "gqa", {}),
     "cp2-mla": (2, CP2, "mla", {}),
