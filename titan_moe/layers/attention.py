@@ -46,8 +46,8 @@ def attention_backend(name: str) -> AbstractContextManager[None]:
 
 
 class Context(NamedTuple):
-    """What blocks read of a forward pass beside hidden states: RoPE tables, mask, ids of tokens. Blocks that attend and
-    route alike share one."""
+    """What blocks read of a forward pass beside hidden states: RoPE tables, mask, ids of tokens. Blocks that attend
+    alike share these tensors."""
 
     cos_NR: Tensor  # fp32
     sin_NR: Tensor  # fp32

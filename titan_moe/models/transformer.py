@@ -165,7 +165,7 @@ class Transformer(nn.Module, TextGenerator):
         return self
 
     def contexts(self, x: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
-        """By layer, from tokens [B, N] or hidden states [B, N, D]; layers that attend alike share one."""
+        """By layer, from tokens [B, N] or hidden states [B, N, D]; layers that attend alike share tables and masks."""
         num_ranks = self.num_sequence_ranks if x.is_floating_point() else self.num_context_ranks
         num_tokens, device = x.shape[1] * num_ranks, x.device
         positions_Q: Tensor | None = None
@@ -184,7 +184,8 @@ class Transformer(nn.Module, TextGenerator):
         if not self.describes_pairs:
             return contexts
         spans = {name: self._span(int(name), num_tokens) for name in contexts}
-        return {name: context._replace(pairs=spec_of(*spans[name]).pairs) for name, context in contexts.items()}
+        pairs = {span: spec_of(*span).pairs for span in set(spans.values())}
+        return {name: context._replace(pairs=pairs[spans[name]]) for name, context in contexts.items()}
 
     def _span(self, layer: int, num_tokens: int) -> tuple[int, int]:
         """The window and the chunk of a layer."""

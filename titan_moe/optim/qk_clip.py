@@ -20,7 +20,7 @@ from titan_moe.parameters import local_chunks, remainder_of
 
 
 class RowPowers(NamedTuple):
-    """How the rows of one weight of each layer follow the factors of heads."""
+    """Which head each row of a weight belongs to, and its power of the head's factor; the same in all layers."""
 
     parameters: Sequence[Tensor]  # of the layers: weights, or biases
     matrices: tuple[int, ...]  # the rows of each matrix of a fused weight, as `fused_rows` has them
