@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titan_moe.config import load_recipe
 from titan_moe.config.resume import FREE, LOGGED, REFUSED, Change, change_of
+from titan_moe.layers.hash_router import balanced_table
 from titan_moe.training.capacity_control import CapacityControl
 from titan_moe.training.progress import Progress
 from titan_moe.training.spikes import WINDOW_STEPS
@@ -32,6 +34,23 @@ def base(make_run, tokens: Path):
     run = make_run(*BASE, f"--data.path={tokens}")
     assert run.train() == 0
     return run
+
+
+@pytest.mark.few()
+def test_a_table_that_a_checkpoint_does_not_have_is_refused(
+    make_run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a resume and by a run that begins with its weights. The checkpoint's table goes on."""
+    run, other = (make_run(*BASE[:2], "--model.moe.hash_layers=[1]") for _ in range(2))
+    assert run.train() == 0
+    model = load_recipe(run.folder / "recipe.toml").model
+    np.save(tmp_path / "table.npy", balanced_table(model.vocab_size, model.moe.top_k, model.moe.num_experts, "else"))
+    table, start = tmp_path / "table.npy", run.folder / "checkpoints" / "step-2"
+    load = f"--checkpoint.load_from={start}"
+    for refused, words in ((run, ["--train.steps=3"]), (other, [load])):
+        assert refused.train(*words, f"--model.moe.hash_table={table}") == 2
+        assert "has another table for layers.1.feed_forward.router than the checkpoint" in capsys.readouterr().err
+    assert run.train("--train.steps=3") == other.train(load) == 0
 
 
 @pytest.mark.parametrize(
