@@ -13,13 +13,14 @@ ROWS, WIDTH, RANK, SCALE = (18, 6, 6), 20, 3, 1.5
 
 
 def draw(base: Any, has_bias: bool) -> tuple[list[Tensor], Tensor, Tensor | None, Tensor]:
-    """Input, factors and bias, which are differentiable; the weight, its scales, and its numbers."""
+    """Input, factors, a bias and a weight in compute's dtype, which are differentiable; the weight, its scales, and its
+    numbers."""
     torch.manual_seed(0)
     weight = torch.randn(sum(ROWS), WIDTH, dtype=torch.float64)
     sizes = [(2, 7, WIDTH), (len(ROWS) * RANK, WIDTH), (sum(ROWS), RANK), *([(sum(ROWS),)] if has_bias else [])]
     leaves = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
     if base == "compute":
-        return leaves, weight, None, weight
+        return [*leaves, weight.requires_grad_()], weight, None, weight
     codes, scales = torch.empty_like(weight, dtype=CODES), torch.empty(scales_shape(weight.shape, base))
     store(weight.float(), codes, scales)
     return leaves, codes, scales, numbers_reference(codes, scales, torch.float64)
@@ -28,8 +29,9 @@ def draw(base: Any, has_bias: bool) -> tuple[list[Tensor], Tensor, Tensor | None
 @pytest.mark.parametrize("base", ["compute", "fp8_rowwise", "fp8_blockwise"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_values_and_gradients(base: str, has_bias: bool) -> None:
-    (x, a, b, *bias), stored, scales, weight = draw(base, has_bias)
-    leaves, of_bias = [x, a, b, *bias], bias[0] if bias else None
+    leaves, stored, scales, weight = draw(base, has_bias)
+    x, a, b = leaves[:3]
+    of_bias = leaves[3] if has_bias else None
 
     def mine() -> Tensor:
         return adapted_linear(x, stored, scales, of_bias, a, b, ROWS, SCALE)
@@ -43,8 +45,9 @@ def test_values_and_gradients(base: str, has_bias: bool) -> None:
         torch.testing.assert_close(torch.autograd.grad(y.sin().sum(), leaves), expected)
 
 
-def test_an_input_without_a_gradient_costs_no_product() -> None:
-    (x, a, b), weight, *_ = draw("compute", False)
+def test_what_has_no_gradient_costs_no_product() -> None:
+    (x, a, b, weight), *_ = draw("compute", False)
+    weight = weight.detach()
     y = adapted_linear(x.detach(), weight, None, None, a, b, ROWS, SCALE)
     right = adapted_linear_reference(x, weight, None, a, b, ROWS, SCALE)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:

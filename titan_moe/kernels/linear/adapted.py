@@ -1,12 +1,12 @@
-"""A linear layer with low-rank factors beside its frozen weight (LoRA, arXiv:2106.09685), whose sum is a GEMM's own.
+"""A linear layer with low-rank factors beside its weight (LoRA, arXiv:2106.09685), whose sum is a GEMM's own.
 
 T tokens · I input width · O output width of all matrices · M matrices, one below the other · r rank · X all ranks, M·r
 
 Physics: 2·T·r·(M·I + O) FLOPs beside 2·T·I·O. What factors make is written first, 2·T·O bytes, and the GEMM of the
 weight adds its products to it, for which it reads 2·T·O bytes while it multiplies. Results apart would be joined,
 written and added in passes of 6·T·O to 10·T·O bytes. The gradient of x is such a sum, too. Kept for backward are x and
-the low products. A weight of codes becomes numbers for one GEMM (kernels/formats/stored.py). GEMMs are PyTorch's, on
-any device.
+the low products. A weight of codes becomes numbers for one GEMM (kernels/formats/stored.py); another one, and a bias,
+may train. GEMMs are PyTorch's, on any device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,11 +91,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, dy_TO: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs_x, *_, needs_bias = (bool(need) for need in ctx.needs_input_grad[:4])
-    dy_TO = dy_TO.contiguous()
-    dx_TI, da_XI, db_Or = _backward(dy_TO, *ctx.saved_tensors, ctx.rows, ctx.scale, needs_x)
+    needs_x, needs_weight, _, needs_bias = (bool(need) for need in ctx.needs_input_grad[:4])
+    dy_TO, (x_TI, *saved) = dy_TO.contiguous(), ctx.saved_tensors  # recomputed ones can be read once
+    dx_TI, da_XI, db_Or = _backward(dy_TO, x_TI, *saved, ctx.rows, ctx.scale, needs_x)
+    dweight_OI = dy_TO.T @ x_TI if needs_weight else None
     dbias_O = dy_TO.sum(0) if needs_bias else None
-    return dx_TI if needs_x else None, None, None, dbias_O, da_XI, db_Or, None, None
+    return dx_TI if needs_x else None, dweight_OI, None, dbias_O, da_XI, db_Or, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -105,7 +106,7 @@ def adapted_linear(
     x: Tensor, weight_OI: Tensor, scales: Tensor | None, bias_O: Tensor | None, a_XI: Tensor, b_Or: Tensor,
     rows: Sequence[int], scale: float,
 ) -> Tensor:  # fmt: skip
-    """[..., I] -> [..., O]. The weight is frozen, in compute's dtype, or codes with `scales`; its matrices have so many
+    """[..., I] -> [..., O]. The weight is in compute's dtype, or frozen codes with `scales`; its matrices have so many
     `rows` each."""
     x_TI, *operands = (as_operand(each) for each in (x.flatten(0, -2), weight_OI, a_XI, b_Or))
     weight_OI, a_XI, b_Or = operands
