@@ -1151,6 +1151,11 @@ def test_rules_each_have_a_broken_recipe_and_fields() -> None:
         ),
         ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8"),
         (
+            '--model.adapter.rank=8 --optim.trainable=["*.experts.down"] --perf.kernels=fused',
+            8,
+            'no gradient of weights beside adapters: optim.trainable = ["*.experts.down"], and',
+        ),
+        (
             "--parallel.tp=2 --model.class=my.model:Mine",
             8,
             '"my.model:Mine"',

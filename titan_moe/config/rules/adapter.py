@@ -55,6 +55,13 @@ def _freezes_experts(recipe: Recipe) -> bool:
     return _adapts_experts(recipe) or (recipe.model.adapter.has_codes and recipe.model.num_moe_layers > 0)
 
 
+def _trains_experts(recipe: Recipe) -> bool:
+    """Whether weights of routed experts train, beside adapters or not."""
+    passes = passes_of(recipe.model, recipe.optim.trainable)
+    of_experts = (at for at in rows_in_order(recipe.model) if at[0].region == "experts" and not at[0].is_adapter)
+    return any(passes[row.path, layer].share > 0 for row, layer in of_experts)
+
+
 def _freezes_matrices(recipe: Recipe) -> bool:
     """Whether weights of blocks that can be codes do not train."""
     model = recipe.model
@@ -76,8 +83,8 @@ adapters_are_of_the_default_class = row(
 
 
 @rule(
-    "fused experts of frozen weights have rows that this rank has, and no biases",
-    "perf.kernels perf.override.experts parallel.dispatcher overlap model.adapter.targets base",
+    "fused experts of frozen weights have rows that this rank has, no biases, and no gradients of weights",
+    "perf.kernels perf.override.experts parallel.dispatcher overlap model.adapter.targets base optim.trainable",
 )
 def frozen_experts_are_fused_by_themselves(recipe: Recipe, world_size: int) -> Iterator[str]:
     if not _freezes_experts(recipe):
@@ -93,6 +100,9 @@ def frozen_experts_are_fused_by_themselves(recipe: Recipe, world_size: int) -> I
         yield f"fused experts share memory with parallel.dispatcher = {in_toml(recipe.parallel.dispatcher)}, and {what}"
     if recipe.model.moe.expert_mlp_bias:
         yield f"fused experts with model.moe.expert_mlp_bias = true have weights that train, and {what}"
+    if _adapts_experts(recipe) and _trains_experts(recipe):
+        trainable = in_toml(recipe.optim.trainable)
+        yield f"fused experts compute no gradient of weights beside adapters: optim.trainable = {trainable}, and {what}"
 
 
 adapted_experts_multiply_in_compute = row(
