@@ -242,7 +242,7 @@ def run_frozen(mlp: ExpertMLP, base: BaseFormat, device: torch.device, dtype: to
     for experts in (module for module in model.modules() if isinstance(module, GroupedExperts)):
         experts.mlp = mlp
     stored.apply(model, adapter, ())
-    low_rank.apply(model, adapter, is_fused=True)
+    low_rank.apply(model, adapter)
     frozen.freeze(model, (), dtype, has_adapters=True)
     model.to_empty(device=device)
     init_weights(model, 0, 0.1, 2)

@@ -18,7 +18,7 @@ from titan_moe.config.adapter import AdapterConfig, AdapterOfKind
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.modules import modules_of
-from titan_moe.config.trainable import names_of, rows_in_order
+from titan_moe.config.trainable import names_of, rows_in_order, trains
 from titan_moe.models.transformer import Transformer
 from titan_moe.parameters import named_kinds
 from titan_moe.plan.cost.count import ParameterCount
@@ -28,13 +28,13 @@ ADAPTER = AdapterConfig(
 )
 
 
-@pytest.fixture(params=[False, True], ids=["hooks", "fused"])
-def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[nn.Module, Transformer]:
+@pytest.fixture
+def both(tmp_path: Path) -> tuple[nn.Module, Transformer]:
     """A model of theirs, and ours with adapters beside its weights, which are frozen."""
     theirs = twin("qwen3_moe")
     theirs.save_pretrained(tmp_path)
     ours = ours_for(tmp_path)
-    low_rank.apply(ours, ADAPTER, is_fused=request.param)
+    low_rank.apply(ours, ADAPTER)
     freeze(ours, (), torch.float32, has_adapters=True)
     load_hf(ours, tmp_path)
     for name, parameter in ours.named_parameters():
@@ -104,6 +104,26 @@ def test_steps_are_those_of_the_formula(both: tuple[nn.Module, Transformer]) -> 
         for name, grad in grads.items():
             assert (grad - their_grads[name]).norm() <= 1e-4 * their_grads[name].norm(), name
     assert all(p.grad is None for p in ours.parameters() if not p.requires_grad)
+
+
+def test_a_weight_trains_beside_its_adapter(both: tuple[nn.Module, Transformer]) -> None:
+    """Also in a layer that adds the adapter in its GEMM."""
+    theirs, ours = both
+    freeze_but = ("*.attention.qkv.weight", "*.experts.down")
+    for name, parameter in ours.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or trains(name, freeze_but))
+    tokens, labels = torch.randint(61, (2, 2, 40)).unbind()
+    ours(tokens, labels).backward()
+    factors = {name: p.detach() for name, p in ours.named_parameters()}
+    weights = {name: weight.requires_grad_() for name, weight in theirs_with(theirs, factors).items()}
+    logits = functional_call(theirs, weights, (tokens,)).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    for layer in range(3):
+        own = ours.get_parameter(f"layers.{layer}.attention.qkv.weight").grad
+        names = (f"model.layers.{layer}.self_attn.{name}_proj.weight" for name in "qkv")
+        expected = torch.cat([weights[name].grad for name in names])
+        assert (own - expected).norm() <= 1e-4 * expected.norm()
+    assert [name for name, p in ours.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])

@@ -41,7 +41,7 @@ PP2 = ParallelConfig(pp=2)
 def adapted(parallel: ParallelConfig, **changes: Any) -> Recipe:
     plain = one_loss.recipe(parallel, **changes)
     attention = replace(plain.model.attention, num_heads=4, num_kv_heads=2)
-    optim = OptimConfig(lr=1e-2, max_grad_norm=0.5, trainable=("*.router.weight",))
+    optim = OptimConfig(lr=1e-2, max_grad_norm=0.5, trainable=("*.router.weight", "layers.1.attention.out.weight"))
     return replace(plain, model=replace(plain.model, adapter=ADAPTER, attention=attention), optim=optim)
 
 
@@ -56,7 +56,7 @@ def test_factors_and_what_is_named_have_gradients(alone: Any) -> None:
     linears += ("feed_forward.shared_experts.gate_up", "feed_forward.shared_experts.down")
     assert ends == {f"{name}.adapter.{end}" for name in linears for end in "AB"} | {
         f"feed_forward.experts.{name}_{end}" for name in ("gate_up", "down") for end in "AB"
-    } | {"feed_forward.router.weight"}
+    } | {"feed_forward.router.weight", "attention.out.weight"}
     assert len(set(alone.losses)) == STEPS
 
 

@@ -2,10 +2,11 @@
 
 I inputs · O outputs · r rank · M matrices of a fused weight · e experts · F hidden width · L width of a row
 
-A frozen weight keeps its name, so a checkpoint of the base loads. A linear layer has a child, `adapter`, whose result
-is added in a forward hook: before other hooks, which exchange tokens. With fused kernels a layer that is one product
-has another class instead, which adds it in its GEMM (kernels/linear/adapted.py). Routed experts have their factors as
-parameters of their own, which are sharded like the weights, and which a transform adds to these.
+A frozen weight keeps its name, so a checkpoint of the base loads. A linear layer has a child, `adapter`. A layer that
+is one product in compute's dtype gets another class, which adds it in its GEMM (kernels/linear/adapted.py). Another
+one, with a format or an activation, adds it in a forward hook: before other hooks, which exchange tokens. Routed
+experts have their factors as parameters of their own, which are sharded like the weights, and which a transform adds to
+these.
 """
 
 from typing import Any
@@ -99,9 +100,8 @@ class AddFactors:
         return self.experts.transformed(ExpertUse(parameters), "local", "autocast").weights.tensors()
 
 
-def apply(model: nn.Module, config: AdapterConfig, *, is_fused: bool = False) -> None:
-    """Give the modules of a built model adapters, in place. The model is whole, and not sharded yet. With `is_fused`
-    linear layers add them in their GEMMs."""
+def apply(model: nn.Module, config: AdapterConfig) -> None:
+    """Give the modules of a built model adapters, in place. The model is whole, and not sharded yet."""
     if not config.is_used:
         return
     for layer in model.get_submodule("layers").children():
@@ -114,7 +114,7 @@ def apply(model: nn.Module, config: AdapterConfig, *, is_fused: bool = False) ->
                 rows = getattr(owner, "fused_rows", {}).get(f"{name}.weight", (module.out_features,))
                 activates = isinstance(owner, MLP) and name == "down"  # whatever its class is now
                 _adapt_linear(module, rows, config.rank_of(kind), config.scale_of(kind), activates=activates)
-                if not is_fused or activates or type(module) not in JOINED:
+                if activates or type(module) not in JOINED:
                     module.register_forward_hook(add_adapter)
                 else:
                     module.__class__ = JOINED[type(module)]

@@ -225,8 +225,7 @@ def build_parts(
     recipe, replicas = resolved.recipe, replicas or replica_slots(resolved)
     policy.convert(model, resolved, device)  # first: it swaps modules, and shards must be of the final ones
     stored.apply(model, recipe.model.adapter, recipe.optim.trainable)  # swaps modules too, whose weights are wide yet
-    is_fused = recipe.perf.chosen_kernels.experts == "fused"
-    low_rank.apply(model, recipe.model.adapter, is_fused=is_fused)  # beside the final modules, and before shards
+    low_rank.apply(model, recipe.model.adapter)  # beside the final modules, and before shards
     of_compute, has_adapters = fsdp.DTYPES[recipe.precision.compute], recipe.model.adapter.is_used
     frozen.freeze(model, recipe.optim.trainable, of_compute, has_adapters=has_adapters)  # by names of the whole model
     check_groups(model, recipe.optim.groups)
