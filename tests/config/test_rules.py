@@ -194,6 +194,11 @@ BROKEN = {
         "--model.adapter.rank=8 --model.adapter.base=fp8_blockwise --parallel.ep=1 --parallel.dispatcher=local",
         'model.adapter.base = "fp8_blockwise" needs experts that FSDP does not shard, and edp = 8',
     ),
+    "own_heads_have_whole_blocks": (
+        "--model.adapter.rank=8 --model.adapter.base=fp8_blockwise --model.attention.kind=mla --parallel.cp=2 "
+        "--model.attention.v_head_dim=24",
+        "own heads of parallel.cp = 2 have",
+    ),
     "adapters_do_not_overlap_tp": (
         '--model.adapter.rank=8 --model.adapter.targets=["attention"] --parallel.tp=2 --parallel.tp_comm_overlap=true',
         "parallel.tp_comm_overlap = true has no adapters",

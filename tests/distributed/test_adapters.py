@@ -20,6 +20,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.adapter import AdapterConfig, AdapterOfKind
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.config.rules import check_rules
 from titan_moe.config.train import OptimConfig
 from titan_moe.kernels.formats.casts import round_to
 from titan_moe.kernels.formats.stored import numbers_reference
@@ -43,6 +44,10 @@ def adapted(parallel: ParallelConfig, **changes: Any) -> Recipe:
     attention = replace(plain.model.attention, num_heads=4, num_kv_heads=2)
     optim = OptimConfig(lr=1e-2, max_grad_norm=0.5, trainable=("*.router.weight", "layers.1.attention.out.weight"))
     return replace(plain, model=replace(plain.model, adapter=ADAPTER, attention=attention), optim=optim)
+
+
+def with_codes(run: Recipe) -> Recipe:
+    return replace(run, model=replace(run.model, adapter=replace(ADAPTER, base="fp8_rowwise")))
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,12 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         one_loss.assert_same(trace, alone, 1e-9)
 
 
+@pytest.fixture(scope="module")
+def alone_in_codes(ranks: Any) -> Any:
+    one = with_codes(adapted(ParallelConfig(), micro_batch_sequences=4))
+    return one_loss.Trace(**ranks(1, one_loss.train, one, -1, 2)[0])
+
+
 @pytest.mark.few("pp2-ep2", "replicas")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "is_compiled"),
@@ -89,14 +100,10 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         pytest.param(4, ParallelConfig(ep=4, cp=2, dispatcher="alltoall"), False, id="ep4-cp2"),
     ],
 )
-def test_codes_train_as_on_one_process(ranks, num_ranks: int, parallel: ParallelConfig, is_compiled: bool) -> None:
+def test_codes_train_as_on_one_process(
+    ranks, alone_in_codes: Any, num_ranks: int, parallel: ParallelConfig, is_compiled: bool
+) -> None:
     """Experts have theirs on one rank of each replica, and linear layers on every rank."""
-
-    def with_codes(run: Recipe) -> Recipe:
-        return replace(run, model=replace(run.model, adapter=replace(ADAPTER, base="fp8_rowwise")))
-
-    one = with_codes(adapted(ParallelConfig(), micro_batch_sequences=4))
-    alone = one_loss.Trace(**ranks(1, one_loss.train, one, -1, 2)[0])
     if is_compiled:
         run = with_codes(adapted(parallel, compile=CompileConfig("on"), micro_batch_sequences=2))
         traces = [one_loss.Trace(**fields) for fields in ranks(2, one_loss.train_compiled, run, -1, 2, "eager")]
@@ -104,6 +111,23 @@ def test_codes_train_as_on_one_process(ranks, num_ranks: int, parallel: Parallel
         run = with_codes(adapted(parallel, memory=MemoryConfig("block")))
         traces = one_loss.run(ranks, num_ranks, run, -1, 2)
     for trace in traces:
+        one_loss.assert_same(trace, alone_in_codes, 1e-9)
+
+
+def test_latents_of_own_heads_train_as_on_one_process(ranks) -> None:
+    """Ranks of cp read their rows of factors, codes and scales."""
+    sizes: Any = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+
+    def of_latents(parallel: ParallelConfig, **changes: Any) -> Recipe:
+        run = with_codes(adapted(parallel, **changes))
+        attention = replace(run.model.attention, kind="mla", qk_norm=False, **sizes)
+        return replace(run, model=replace(run.model, attention=attention))
+
+    one = of_latents(ParallelConfig(), micro_batch_sequences=4)
+    alone = one_loss.Trace(**ranks(1, one_loss.train, one, -1, 2)[0])
+    many = of_latents(replace(EP2, cp=2))
+    assert check_rules(many, 2) == []
+    for trace in one_loss.run(ranks, 2, many, -1, 2):
         one_loss.assert_same(trace, alone, 1e-9)
 
 
@@ -124,8 +148,7 @@ def rounded(run: Recipe, folder: Path) -> tuple[int, int]:
 
 def test_stages_with_unequal_layers_round_a_base(ranks, tmp_path: Path) -> None:
     """No rank waits for another: each reads its own layers."""
-    run = adapted(PP2)
-    run = replace(run, model=replace(run.model, adapter=replace(ADAPTER, base="fp8_rowwise")))
+    run = with_codes(adapted(PP2))
     (first, wrong), (second, wrong_too) = ranks(2, rounded, run, tmp_path / "step-1")
     assert first != second and first and second and not wrong and not wrong_too
 

@@ -23,7 +23,7 @@ width elements for each token, or latents.
 `ring` (arXiv:2310.01889): queries stay; keys and values are passed around the ranks (ring_attention.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_moe.adapters.low_rank import LowRank
 from titan_moe.config.context import SequenceShard, sequence_shard
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch.collectives import all_gather, all_to_all
@@ -44,6 +45,7 @@ from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.ring_attention import RingAttention
 from titan_moe.parallel.sequence import gather_output
+from titan_moe.parameters import SCALES
 
 
 def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend: str = "cpu") -> None:
@@ -66,7 +68,8 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend
             case MultiHeadLatentAttention():
                 module.q_up.register_forward_hook(TokensToHeads((len(module.q_up.weight),), group))
                 module.kv_down.register_forward_hook(partial(gather_output, group))
-                _read_own_rows(module.kv_up, group)
+                for owner, name in _of_rows(module.kv_up):
+                    _read_own_rows(owner, name, group)
                 module.out.register_forward_pre_hook(HeadsToTokens(group))
             case Transformer():
                 module.num_context_ranks = config.cp
@@ -237,21 +240,30 @@ class PartOfTokens(AllTokens):
         return logits_BV
 
 
-def _read_own_rows(projection: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let `projection.weight` be the rows of own heads. The parameter stays whole for FSDP and checkpoints."""
-    module_class: Any = type(projection)
-    projection.__class__ = _reading_own_rows(module_class, group.rank(), group.size())
+def _of_rows(projection: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The parameters of a projection that have its rows, or a number for each or for a block of them."""
+    yield projection, "weight"
+    if isinstance(adapter := getattr(projection, "adapter", None), LowRank):
+        yield adapter, "B"
+    if f"weight{SCALES}" in projection._parameters:
+        yield projection, f"weight{SCALES}"
+
+
+def _read_own_rows(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
+    """Let a parameter, as the module reads it, be the rows of own heads. It stays whole for FSDP and checkpoints."""
+    module_class: Any = type(module)
+    module.__class__ = _reading_own_rows(module_class, name, group.rank(), group.size())
 
 
 @cache
-def _reading_own_rows(module_class: type[nn.Module], rank: int, num_ranks: int) -> type[nn.Module]:
+def _reading_own_rows(module_class: type[nn.Module], name: str, rank: int, num_ranks: int) -> type[nn.Module]:
     """One class for all layers, or each would be compiled apart."""
-    of_tensor_parallelism = vars(module_class).get("weight")
+    of_tensor_parallelism = getattr(module_class, name, None)
 
-    def weight(module: nn.Module) -> Any:
-        whole: Any = module._parameters["weight"]
+    def own_rows(module: nn.Module) -> Any:
+        whole: Any = module._parameters[name]
         if of_tensor_parallelism is not None:
             whole = of_tensor_parallelism.fget(module)
         return whole if isinstance(whole, DTensor) else whole.chunk(num_ranks)[rank]  # a DTensor: FSDP reads its shard
 
-    return type(module_class.__name__, (module_class,), {"weight": property(weight)})
+    return type(module_class.__name__, (module_class,), {name: property(own_rows)})

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_moe.config.adapter import KINDS, AdapterConfig, AdapterOfKind, kind_of_linear
+from titan_moe.config.adapter import KINDS, SCALED_BLOCK, AdapterConfig, AdapterOfKind, kind_of_linear
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
 from titan_moe.config.model import ModelConfig
@@ -158,6 +158,20 @@ def codes_of_experts_are_whole(recipe: Recipe, world_size: int) -> Iterator[str]
         hint = f"parallel.dp_replicate = {p.dp_replicate * edp}"
         hint += f', or parallel.ep = {p.ep * edp} with parallel.dispatcher = "alltoall"'
         yield Problem(f"model.adapter.base = {base} needs experts that FSDP does not shard, and edp = {edp}", hint=hint)
+
+
+@rule(
+    "ranks of cp read the rows of own heads of a matrix in codes, with the scales of their blocks",
+    "model.adapter.base parallel.cp cp_kind",
+)
+def own_heads_have_whole_blocks(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a, p, base = recipe.model.attention, recipe.parallel, recipe.model.adapter.base
+    if a.kind != "mla" or p.cp == 1 or p.cp_kind != "ulysses" or not recipe.model.adapter.has_codes:
+        return
+    own = a.num_heads // max(p.cp, 1) * (a.qk_nope_head_dim + a.v_head_dim)
+    if base == "fp8_blockwise" and own % SCALED_BLOCK:
+        problem = f"own heads of parallel.cp = {p.cp} have {own} rows of keys and values, no multiple of {SCALED_BLOCK}"
+        yield f'model.adapter.base = {in_toml(base)} with model.attention.kind = "mla": {problem}'
 
 
 adapter_files_need_adapters = row(
