@@ -95,12 +95,14 @@ def test_an_adapter_takes_bytes_and_a_base_in_codes_more() -> None:
         return dict(predict(Resolved(recipe, 1), Rates()).parts)
 
     codes, compute, wide = parts(), parts("--model.adapter.base=compute"), parts("--model.adapter.rank=1024")
+    apart = parts("--model.adapter.base=compute", "--precision.linears=fp8_rowwise")
     assert "codes" not in compute
     # by hand: numbers of two layers, 3 bytes each, forward and backward, in 4 microbatches; qkv's input needs no
     # gradient in the first layer
     numbers = (2 * 2 * (10_485_760 + 8_388_608 + 603_979_776) - 10_485_760) * 3 * 4
     assert codes["codes"] == pytest.approx(numbers / Rates().memory)
     assert codes["adapters"] == compute["adapters"] < wide["adapters"] / 3
+    assert compute["adapters"] < apart["adapters"], "GEMMs of fp8 do not add them"
     assert codes["recompute"] > compute["recompute"]
 
 

@@ -21,10 +21,11 @@ def linear_adapter(
     """The adapter beside a linear layer.
 
     Where it `is_joined` to the layer's GEMM, forward reads x and writes B A x, which the GEMM reads; backward reads the
-    gradient for B and for A x, x for A, and writes the gradient of x, which the GEMM reads. Else it stands apart:
-    Forward reads x and writes B A x (twice more of a fused weight, whose parts are joined), and adds it in a pass of
-    three. Backward reads the gradient for B and for A x, x for A, and adds the gradient of x in a pass of three, which
-    was written before.
+    gradient for B and for A x, x for A, and writes the gradient of x, which the GEMM reads.
+
+    Else it stands apart. Forward reads x and writes B A x (twice more of a fused weight, whose parts are joined), and
+    adds it in a pass of three. Backward reads the gradient for B and for A x, x for A, and adds the gradient of x in a
+    pass of three, which was written before.
     """
     inputs, outputs = widths
     flops = 2.0 * tokens * rank * (num_matrices * inputs + outputs)
@@ -40,14 +41,14 @@ def expert_adapter(rates: Rates, slots: float, widths: tuple[int, int], rank: in
 
     Products with first factors read what they multiply: forward rows and activations, backward gradients of both and of
     gate and up. Gradients of two factors read rows and their gradients; those of the others are made where activations
-    are, which are not written then. Products with second factors are made in GEMMs of weights, of gate and up with
-    zeros for the other's; they read nothing but what is narrow.
+    are, which are not written then: one element of the hidden width less. Products with second factors are made in
+    GEMMs of weights, of gate and up with zeros for the other's; they read nothing but what is narrow.
     """
     width, hidden = widths
     first = 2.0 * slots * rank
     forward = _longer(rates, slots * (width + hidden), first * (2 * width + hidden))
-    of_input = _longer(rates, slots * (width + 2 * hidden), first * (width + 2 * hidden))
-    of_factors = _longer(rates, slots * (2 * width - hidden), 3 * first * (width + hidden))
+    of_input = _longer(rates, slots * (width + hidden), first * (width + 2 * hidden))
+    of_factors = _longer(rates, slots * 2 * width, 3 * first * (width + hidden))
     second = first / rates.grouped
     return Passes(forward + second * (width + 4 * hidden), of_input + second * (2 * width + hidden), of_factors)
 

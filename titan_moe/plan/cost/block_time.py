@@ -171,9 +171,8 @@ class _Block:
         kind = kind_of_linear(base.path)
         assert kind is not None, "linear layers with adapters have a kind"
         sizes = tokens, base.own_widths, num_matrices(base.path), of_model.rank_of(kind)
-        return linear_adapter(
-            self.rates, *sizes, is_joined=self.recipe.perf.fuses_experts and not base.path.endswith("down")
-        )
+        activates = kind != "attention" and base.path.endswith(".down")
+        return linear_adapter(self.rates, *sizes, is_joined=not activates and base.path not in self.codes)
 
     def _messages(self) -> Mapping[str, float]:
         """What a layer's messages take of a forward, and again of its backward."""

@@ -42,9 +42,10 @@ SPREAD = 0.04
 layers in load. All ranks wait for the slowest (barriers take 4.2 % of a recorded step on 4 GPUs)."""
 LAUNCH, LAUNCH_OF_ROWS = 10e-3, 7e-3
 """Seconds that the host takes to launch a layer's forward and backward, and its dispatcher's."""
-KERNELS, KERNELS_OF_ADAPTERS = (25, 40), (15, 37)
-"""Some of a layer, and of adapters of its attention and experts and of codes, in forward and backward, by the lines of
-adapters/low_rank.py and kernels/experts/adapted_fused_mlp.py."""
+KERNELS, KERNELS_OF_ADAPTERS, KERNELS_OF_COMPOSED = (25, 40), (15, 37), (24, 52)
+"""Some of a layer, of adapters of its attention and experts and of codes, and of the same where experts are grouped
+GEMMs, in forward and backward, by the lines of kernels/linear/adapted.py, kernels/experts/adapted_fused_mlp.py and
+adapted_mlp.py."""
 HOST_OF_ADAPTERS = 0.45
 """The host's time of a kernel of adapters over that of a kernel of a layer, which has hooks and pieces."""
 GAPS, GAPS_OF_A_GRAPH = 0.035, 0.015
@@ -135,7 +136,8 @@ def _launched_seconds(recipe: Recipe, layers: Sequence[int], *, is_counted: bool
     forward, backward = map(float, KERNELS)
     of_one = LAUNCH + LAUNCH_OF_ROWS * (recipe.parallel.ep > 1)
     if recipe.model.adapter.is_used:
-        more = [HOST_OF_ADAPTERS * number for number in KERNELS_OF_ADAPTERS]
+        of_adapters = KERNELS_OF_ADAPTERS if recipe.perf.fuses_experts else KERNELS_OF_COMPOSED
+        more = [HOST_OF_ADAPTERS * number for number in of_adapters]
         of_one *= 1 + sum(more) / (forward + backward)
         forward, backward = (a + b for a, b in zip(KERNELS, more, strict=True))
     again = len(recompute_of(recipe).of("block").intersection(layers)) + len(layers) * is_counted
