@@ -1,8 +1,8 @@
 """Freeze the parameters of a model that a recipe does not train.
 
 Frozen parameters are in compute's dtype, or codes (stored.py): there is no master whose digits a later step needs.
-Autograd computes no gradient of theirs, FSDP gathers them, but for codes, and reduces nothing, and the optimizer does
-not know them.
+Autograd computes no gradient of theirs, FSDP gathers those that a rank does not have whole and reduces nothing, and
+the optimizer does not know them.
 """
 
 import torch
