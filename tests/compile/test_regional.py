@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from titan_moe.adapters import low_rank
 from titan_moe.compile import regional
+from titan_moe.config.adapter import AdapterConfig
 from titan_moe.config.dispatchers import LOCAL
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
@@ -115,6 +117,17 @@ def test_compile_windowed_and_full_layers_are_two_graphs(dynamo_counter: Compile
     assert dynamo_counter.frame_count == num_graphs + 1, (
         "both dense blocks have a window; the fronts have one graph with a window and one without"
     )
+
+
+def test_one_product_between_borders_is_no_graph() -> None:
+    """Nor is one with an adapter in its GEMM."""
+    for adapter in (AdapterConfig(), AdapterConfig(rank=4, targets=("attention",))):
+        model = Transformer(replace(SHALLOW, num_layers=1, num_dense_layers=1, adapter=adapter))
+        low_rank.apply(model, adapter)
+        attention = model.layers["0"].attention
+        regional.apply(model, CompileConfig("on"), CPU, {(attention.qk_norm_rope, "forward")})
+        graphs = [name for name, module in model.layers["0"].named_modules() if "forward" in vars(module)]
+        assert graphs == ["attention_norm", "attention.qk_norm_rope", "ffn_norm", "feed_forward"]
 
 
 @pytest.mark.few("sigmoid, groups, gated")

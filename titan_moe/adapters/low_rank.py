@@ -72,12 +72,14 @@ def multiply_with_adapter(linear: Any, x: Tensor) -> Tensor:
 class AdaptedLinear(nn.Linear):
     """A linear layer that adds its adapter in its GEMM."""
 
+    is_one_product = True
     forward = multiply_with_adapter
 
 
 class AdaptedStoredLinear(StoredLinear):
     """The same of codes."""
 
+    is_one_product = True
     forward = multiply_with_adapter
 
 

@@ -71,7 +71,7 @@ def _compile_parts(module: nn.Module, method: str, borders: Collection[Method]) 
     """Compile a method as one graph, or its parts if one of them is, or has, a border."""
     parts = list(_parts(module, method))
     if not any(_has_border(*part, borders) for part in parts):
-        if type(module) is not nn.Linear:  # one GEMM: a graph adds nothing
+        if not getattr(module, "is_one_product", type(module) is nn.Linear):  # a graph adds nothing to one
             setattr(module, method, _compile(getattr(module, method)))
         return
     for part in parts:
