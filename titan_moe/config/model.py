@@ -1,6 +1,7 @@
 """The shape of a model: `[model]` and `[model.moe]` of a recipe; attention.py has `[model.attention]`."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from titan_moe.config.adapter import AdapterConfig
@@ -272,7 +273,7 @@ class ModelConfig:
         """The blocks of multi-token prediction."""
         return range(self.num_layers, self.num_blocks)
 
-    @property
+    @cached_property
     def layers_by_kind(self) -> tuple[Layers, Layers]:
         """The blocks with a dense feed-forward layer, and those with experts. All that asks for a layer's kind reads
         it. Blocks of multi-token prediction have experts if the model has."""

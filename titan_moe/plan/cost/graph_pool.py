@@ -26,11 +26,17 @@ class Group(NamedTuple):
     """Those whose gradients it reduces."""
 
 
+Pairs = list[tuple[Group, Group]]
+
+
 def gathering_bytes(part: RankPart) -> float:
     """The bytes of a pool on the stream that gathers: parameters of two groups, one after the other, and the rank's own
     share of one. On one rank FSDP copies parameters on the computing stream."""
-    compute = BYTES_OF_DTYPE[part.recipe.precision.compute]
-    return max(_gathered_elements(one, other) for one, other in _pairs_of(part)) * compute
+    return _gathering_bytes(part, _pairs_of(part))
+
+
+def _gathering_bytes(part: RankPart, pairs: Pairs) -> float:
+    return max(_gathered_elements(one, other) for one, other in pairs) * BYTES_OF_DTYPE[part.recipe.precision.compute]
 
 
 def _gathered_elements(one: Group, other: Group) -> float:
@@ -56,10 +62,20 @@ def reduced_bytes(part: RankPart) -> float:
 def reducing_bytes(part: RankPart) -> float:
     """The bytes of a pool on the stream that reduces: the shards of gradients, and those of the largest group beside
     the sum of the microbatches before."""
+    return _reducing_bytes(part, _pairs_of(part))
+
+
+def _reducing_bytes(part: RankPart, pairs: Pairs) -> float:
     recipe = part.recipe
     is_once = recipe.parallel.accumulate_unsharded or num_microbatches(recipe, part.world_size) == 1
-    largest = max(group.trained / group.num_ranks for pair in _pairs_of(part) for group in pair)
+    largest = max(group.trained / group.num_ranks for pair in pairs for group in pair)
     return reduced_bytes(part) + (0.0 if is_once else largest * BYTES_OF_DTYPE[recipe.precision.reduce])
+
+
+def other_streams_bytes(part: RankPart) -> float:
+    """The bytes of a pool on the streams that gather, reduce and send."""
+    pairs = _pairs_of(part)
+    return _gathering_bytes(part, pairs) + _reducing_bytes(part, pairs) + message_bytes(part)
 
 
 def message_bytes(part: RankPart) -> float:
@@ -68,7 +84,7 @@ def message_bytes(part: RankPart) -> float:
     return part.num_messages * elements * BYTES_OF_DTYPE[part.recipe.precision.compute]
 
 
-def _pairs_of(part: RankPart) -> list[tuple[Group, Group]]:
+def _pairs_of(part: RankPart) -> Pairs:
     """Groups of a rank's parameters that FSDP gathers one after the other: embedding and head, in a pipeline the larger
     one, then the first block; a block, then its experts, if they are sharded; and where dense blocks meet others."""
     model, count = part.recipe.model, part.count

@@ -4,17 +4,19 @@ Functions that take a `RankPart` count one pipeline rank. Functions that take on
 pass `RankPart.recipe` for those of one pipeline rank.
 """
 
+from functools import lru_cache
+
 from titan_moe.config.clones import num_clones
 from titan_moe.config.formats import FORMAT_FACTS
 from titan_moe.config.gemms import count_packed_experts, has_native_experts
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.modules import modules_of, parameters_of_an_expert
-from titan_moe.config.parallel import resolve
+from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import PARKED_CHUNK_BYTES
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.config.recompute import recompute_of
-from titan_moe.config.trainable import num_trained, trains_all
+from titan_moe.config.trainable import Patterns, num_trained, trains_all
 from titan_moe.plan.cost.codes import code_bytes, stored_numbers
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.muon import muon_parameters
@@ -287,17 +289,22 @@ def trained_of(part: RankPart) -> float:
 
 def trained_experts_per_rank(recipe: Recipe) -> float:
     """Count those of `experts_per_rank` that train."""
-    patterns = recipe.optim.trainable
-    if trains_all(recipe.model, patterns):
-        return experts_per_rank(recipe)
-    modules = (module for module in modules_of(recipe.model, recipe.parallel) if module.region == "experts")
-    return sum(num_trained(module, recipe.model, patterns) * module.own_parameters for module in modules)
+    return _experts_per_rank(recipe.model, recipe.parallel, recipe.optim.trainable)[1]
 
 
 def experts_per_rank(recipe: Recipe) -> float:
     """Count the parameters of routed experts in all layers that a rank computes with: its share over ep and etp."""
-    modules = modules_of(recipe.model, recipe.parallel)
-    return sum(module.number * module.own_parameters for module in modules if module.region == "experts")
+    return _experts_per_rank(recipe.model, recipe.parallel, recipe.optim.trainable)[0]
+
+
+@lru_cache(maxsize=4096)
+def _experts_per_rank(model: ModelConfig, parallel: ParallelConfig, patterns: Patterns) -> tuple[float, float]:
+    """All, and those that train."""
+    modules = [module for module in modules_of(model, parallel) if module.region == "experts"]
+    whole = float(sum(module.number * module.own_parameters for module in modules))
+    if trains_all(model, patterns):
+        return whole, whole
+    return whole, sum(num_trained(module, model, patterns) * module.own_parameters for module in modules)
 
 
 def _part_of_an_expert(recipe: Recipe) -> int:

@@ -37,7 +37,7 @@ from titan_moe.config.recompute import recompute_of
 from titan_moe.config.trainable import trains_head
 from titan_moe.plan.cost import muon
 from titan_moe.plan.cost.codes import numbers_bytes
-from titan_moe.plan.cost.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reduced_bytes, reducing_bytes
+from titan_moe.plan.cost.graph_pool import FRAGMENTATION, other_streams_bytes, reduced_bytes
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
@@ -104,8 +104,7 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
         return round(state + arena + max(begin, end, after))
     has_sums, reduced = not (is_once or is_first), reduced_bytes(part)
     on_main_stream = max(begin - has_sums * reduced, end - reduced, after - reduced)
-    on_others = gathering_bytes(part) + reducing_bytes(part) + message_bytes(part)
-    return round(state + arena + (1 + FRAGMENTATION) * on_main_stream + on_others)
+    return round(state + arena + (1 + FRAGMENTATION) * on_main_stream + other_streams_bytes(part))
 
 
 def graph_bytes(part: RankPart, capacity_factor: float = 1.0, experts: str = "fused") -> int:

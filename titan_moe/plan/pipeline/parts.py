@@ -2,18 +2,21 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules, why_kept
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.modules import modules_of
 from titan_moe.config.offload import offload_of
+from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import PartsByLayer, entries_of, recompute_of
 from titan_moe.config.train import OptimConfig
-from titan_moe.config.trainable import NOTHING, names_of, rows_in_order, trains
+from titan_moe.config.trainable import NOTHING, Patterns, names_of, rows_in_order, trains
 from titan_moe.plan.cost.count import ParameterCount
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.schedules import Measure, measure_rank
@@ -57,14 +60,20 @@ class RankPart:
     def count(self) -> ParameterCount:
         """The parameters of the rank's modules. A tied weight counts on the ranks of the embedding and of the head, but
         only once if both are on one rank."""
-        model = self.recipe.model
-        has_embedding = self.has_embedding or model.mtp.num_layers > 0  # which embeds tokens again
-        model = replace(model, embeddings_are_tied=model.embeddings_are_tied and has_embedding)
-        lacks = [] if has_embedding else ["embed"]
-        lacks += [] if self.has_head else ["norm", "head"]
-        modules = modules_of(model, self.recipe.parallel)
-        kept = tuple(module for module in modules if module.path not in lacks)
-        return ParameterCount(kept, model, self.recipe.optim.trainable)
+        recipe = self.recipe
+        return _count(recipe.model, recipe.parallel, recipe.optim.trainable, self.has_embedding, self.has_head)
+
+
+@lru_cache(maxsize=4096)
+def _count(
+    model: ModelConfig, parallel: ParallelConfig, patterns: Patterns, has_embedding: bool, has_head: bool
+) -> ParameterCount:
+    has_embedding = has_embedding or model.mtp.num_layers > 0  # which embeds tokens again
+    model = replace(model, embeddings_are_tied=model.embeddings_are_tied and has_embedding)
+    lacks = [] if has_embedding else ["embed"]
+    lacks += [] if has_head else ["norm", "head"]
+    kept = tuple(module for module in modules_of(model, parallel) if module.path not in lacks)
+    return ParameterCount(kept, model, patterns)
 
 
 def parts_of(recipe: Recipe, world_size: int) -> list[RankPart]:
@@ -87,30 +96,47 @@ def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Itera
     sizes = {number: float(len(_layers(stage))) for number, stage in stages.items()}
     experts = (module for module in gemm_modules(model) if module.part == "experts")
     delays = splits_backward(recipe) and any(obstacle_of(recipe, module) is None for module in experts)
-    few = few_microbatches(recipe, world_size)
-
-    def most(measure: Measure) -> float:
-        """The most microbatches at once; one of a half of the rank's layers is a half."""
-        return measure_rank(measure, p, few, rank, sizes) / max(sum(sizes.values()), 1.0)
-
+    under_way = _under_way(p, few_microbatches(recipe, world_size), rank, tuple(sizes.items()), delays=delays)
     of_stages = {at: [layer for layer in _layers(stage) if layer in moe_layers] for at, stage in stages.items()}
     again = recompute_of(recipe)
     with_rows = {at: len(set(own) - again.of("experts")) for at, own in of_stages.items()}
     with_hidden = {at: len(set(own) - again.of("experts", "moe_act")) for at, own in of_stages.items()}
     of_precision, of_memory = _precision_of(recipe, layers), _memory_of(recipe, layers)
-    own = replace(recipe, model=model.with_layers(layers), precision=of_precision, memory=of_memory)
+    own = replace(recipe, model=_with_layers(model, tuple(layers)), precision=of_precision, memory=of_memory)
     return RankPart(
         replace(own, optim=_optim_of(recipe, layers)),
         world_size,
         "embed" in names,
         "head" in names,
-        num_in_flight=most(max_held),
-        num_before_backward=most(max_before_backward),
-        num_delayed=most(max_delayed) if delays else 0.0,
-        num_messages=round(measure_rank(max_messages, p, few, rank, {at: 1.0 for at, size in sizes.items() if size})),
+        **under_way,
         slabs=arena_slabs(recipe, rank, world_size, with_rows, with_hidden),
         run=recipe,
     )
+
+
+@lru_cache(maxsize=4096)
+def _under_way(
+    p: ParallelConfig, few: int, rank: int, sizes: tuple[tuple[int, float], ...], *, delays: bool
+) -> dict[str, Any]:
+    """The most microbatches of a rank at once, by fields of its part, given the layers of its stages. One of a half of
+    the rank's layers is a half."""
+    of_stages, number = dict(sizes), max(sum(size for _, size in sizes), 1.0)
+
+    def most(measure: Measure) -> float:
+        return measure_rank(measure, p, few, rank, of_stages) / number
+
+    messages = measure_rank(max_messages, p, few, rank, {at: 1.0 for at, size in sizes if size})
+    return {
+        "num_in_flight": most(max_held),
+        "num_before_backward": most(max_before_backward),
+        "num_delayed": most(max_delayed) if delays else 0.0,
+        "num_messages": round(messages),
+    }
+
+
+@lru_cache(maxsize=4096)
+def _with_layers(model: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
+    return model.with_layers(list(layers))
 
 
 def _precision_of(recipe: Recipe, layers: list[int]) -> PrecisionConfig:
