@@ -125,11 +125,12 @@ class Family:
 
 def flat(model: ModelConfig) -> Values:
     """All fields of a `[model]` by dotted key, without those of adapters, which no family has."""
-    values = {f"attention.{name}": value for name, value in vars(model.attention).items()}
-    values |= {f"moe.{name}": value for name, value in vars(model.moe).items()}
-    values |= {f"mtp.{name}": value for name, value in vars(model.mtp).items()}
-    sections = ("attention", "moe", "mtp", "adapter")
-    return values | {name: value for name, value in vars(model).items() if name not in sections}
+    values: dict[str, Any] = {}
+    for section in ("attention", "moe", "mtp"):
+        own = getattr(model, section)
+        values |= {f"{section}.{one.name}": getattr(own, one.name) for one in fields(own)}
+    others = (one.name for one in fields(model) if one.name not in ("attention", "moe", "mtp", "adapter"))
+    return values | {name: getattr(model, name) for name in others}
 
 
 def of_flat(values: Mapping[str, Any]) -> ModelConfig:
