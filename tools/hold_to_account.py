@@ -14,7 +14,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rank_processes import Result, run_jobs
 
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of the file, in order; those that a rule refuses first."""
     launches: dict[bool, dict[str, tuple[str, list[str]]]] = {False: {}, True: {}}
     for line in args.rows.read_text("utf-8").splitlines():
-        stem, *overrides = line.partition("#")[0].split()[:] or [""]
+        stem, *overrides = line.partition("#")[0].split() or [""]
         if not stem:
             continue
         recipe = RECIPES / f"{stem}.toml"
@@ -119,16 +119,12 @@ def _row(stem: str, overrides: list[str], result: Result, args: argparse.Namespa
         return Row(stem, " ".join(overrides), result, 0, 0)
     chosen = in_toml(tuple(result["recompute"])).replace(" ", "")
     others = [word for word in overrides if not word.startswith("--memory.recompute")]
-    return _predicted(stem, [*others, f"--memory.recompute={chosen}"], result, args)
-
-
-def _predicted(stem: str, overrides: list[str], result: dict[str, Any], args: argparse.Namespace) -> Row:
-    recipe = load_recipe(RECIPES / f"{stem}.toml", overrides)
-    rates, resolved = rates_of(args.card), Resolved(recipe, args.nproc)
+    words = [*others, f"--memory.recompute={chosen}"]
+    rates, resolved = rates_of(args.card), Resolved(load_recipe(RECIPES / f"{stem}.toml", words), args.nproc)
     assert rates is not None, f"no rates of {args.card}"
     tokens = predict(resolved, rates, result["rank_load"].get("mean", 0.0)).tokens_per_second
-    factor = result["capacity_factor"] or 1.0
-    return Row(stem, " ".join(overrides), result, tokens, (resolved.peak_bytes(factor) + resolved.shared_bytes) / 2**30)
+    peak = resolved.peak_bytes(result["capacity_factor"] or 1.0) + resolved.shared_bytes
+    return Row(stem, " ".join(words), result, tokens, peak / 2**30)
 
 
 def _line(cells: list[str] | tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ gradients come from fewer ranks, need no scale of their own. Unsharded experts b
 so do frozen parameters that a rank has whole: there is nothing to gather, and FSDP would copy them in every microbatch.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -64,11 +64,10 @@ def apply(
                 )
                 bypassing.update(experts.parameters())
             else:
-                bypassing.update(
-                    whole := set(_frozen_whole_parameters(experts, meshes.expert_fsdp, policy, of_experts=True))
-                )
-                reshards_experts = reshards and config.reshard_experts_after_forward
-                _shard_experts(experts, meshes.expert_fsdp, policy, reshards_experts, whole)
+                mesh, reshards_experts = meshes.expert_fsdp, reshards and config.reshard_experts_after_forward
+                whole = set(_frozen_whole_parameters(experts, mesh, policy, of_experts=True))
+                _shard_experts(experts, mesh, policy, reshards_experts, whole)
+                bypassing.update(whole)
         fully_shard(block, reshard_after_forward=reshards and config.reshard_after_forward, **options)
         if config.overlap == "microbatch":
             for experts in _experts_of(block):
@@ -223,10 +222,10 @@ def _shard_experts(
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     reshard: bool,
-    whole: Collection[nn.Parameter],
+    whole: set[nn.Parameter],
 ) -> None:
-    """Shard the row width L, which ep and etp do not shard; without one, the hidden width F. What each rank
-    has `whole` stays as it is.
+    """Shard the row width L, which ep and etp do not shard; without one, the hidden width F. What each rank has
+    `whole` stays as it is.
 
     Raises: ValueError for a parameter of unknown dimensions.
     """
@@ -247,7 +246,7 @@ def _shard_experts(
         mp_policy=policy,
         reshard_after_forward=reshard,
         shard_placement_fn=placements.__getitem__,
-        ignored_params=set(whole),
+        ignored_params=whole,
     )
 
 
