@@ -49,6 +49,9 @@ WON = {
     "parallel.expert_rank_capacity_factor": Won(
         "| bound 1.5; 2.0 (first 11 steps) | 28,990", "as shipped (bound 1.25) | **15,011"
     ),
+    "parallel.expert_layer_capacity_factor": Won(
+        "`parallel.expert_layer_capacity_factor = 2` | 77,931 | **33.9", "3 microbatches, ep 4 | 77,648 | 38.1", LESS
+    ),
     "parallel.expert_clones": Won("1.36 | 49,323 | 52,375", "1.36 | 49,323"),
     "parallel.accumulate_unsharded": Won("+ parameters gathered once a step | **16,263", "| Qwen3-30B-A3B | **15,835"),
     "perf.kernels": Won("+ `auto` kernels, fused optimizer | **62,511", "+ parameters gathered once a step | 57,177"),
@@ -231,6 +234,7 @@ KEPT = {
     "optim.muon.nesterov": "Muon",
     "optim.muon.ns_steps": "Muon",
     "optim.muon.adjust_lr": "Muon: Moonlight's and Keller Jordan's are both in use",
+    "optim.qk_clip.threshold": "Kimi K2: logits of attention that grow",
     "optim.qk_clip.alpha": "QK-clip: how its factor is divided between queries and keys",
     "optim.muon.lr_scale": "Muon: matrices under `original` want other rates than the rest",
     "optim.beta1": "AdamW",

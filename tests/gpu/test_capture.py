@@ -70,7 +70,13 @@ def launched(recipe: Recipe, device: torch.device) -> Assembly:
     """A captured recipe, launched kernel by kernel. It is not quite the one without capture: torch's AdamW takes a rate
     on the device in fp32, and one on the host in fp64."""
     run = assemble(recipe, device)
-    step = StepRunner(run.step.step, run.schedule, controllers=run.step.controllers, memory=run.step.memory)
+    step = StepRunner(
+        run.step.step,
+        run.schedule,
+        controllers=run.step.controllers,
+        step_number=run.step.step_number,
+        memory=run.step.memory,
+    )
     return run._replace(step=step)
 
 

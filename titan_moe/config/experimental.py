@@ -49,12 +49,6 @@ EXPERIMENTAL = (
         "1.2 % faster at most on 2 GPUs, not timed on more",
         lambda recipe: recipe.parallel.tp > 1,
     ),
-    Experimental(
-        "parallel.expert_layer_capacity_factor",
-        1,
-        _ON_CPUS_ALONE,
-        lambda recipe: recipe.parallel.bounds_layers_of(recipe.model.moe.num_experts, recipe.model.moe.top_k),
-    ),
     Experimental("model.attention.output_gate", "head", _ON_CPUS_ALONE),
     Experimental("model.attention.output_gate", "element", _ON_CPUS_ALONE),
     Experimental(
@@ -74,7 +68,6 @@ EXPERIMENTAL = (
     Experimental("model.adapter.base", "fp8_blockwise", "not timed", lambda recipe: recipe.model.adapter.rank > 0),
     Experimental("model.mtp.repeats_layer", True, _ON_CPUS_ALONE, lambda recipe: recipe.model.mtp.num_depths > 1),
     Experimental("checkpoint.upcycle.granularity", 1, _ON_CPUS_ALONE),
-    Experimental("optim.qk_clip.threshold", 1, "not timed"),
     Experimental("memory.park", "moments", "not timed"),
     Experimental("memory.park", "states", "not timed"),
     Experimental("precision.gradients", "bf16", "its losses are not measured"),
