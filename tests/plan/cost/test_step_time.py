@@ -11,6 +11,7 @@ import pytest
 from titan_moe.config import Recipe, load_recipe
 from titan_moe.plan.cost.block_time import layer_times
 from titan_moe.plan.cost.rates import Rates, rates_of
+from titan_moe.plan.cost.rates_file import rates_from
 from titan_moe.plan.cost.step_time import Prediction, largest_of, predict
 from titan_moe.plan.resolved import Resolved
 
@@ -74,6 +75,13 @@ def test_near_what_was_measured_later(later: list[tuple[dict[str, str], dict[str
         assert error <= WORST, (row, error)
         errors.append(error)
     assert median(errors) <= MEDIAN
+
+
+def test_near_by_a_table_that_calibrate_wrote() -> None:
+    with rates_from(str(Path(__file__).with_name("calibrated_h100.toml"))):
+        later = rows_of(HELD_BACK)
+    assert all(call["card"] == "H100" for call, *_ in later)
+    assert median(abs(value / float(row["tokens"]) - 1) for _, row, value in later) <= MEDIAN
 
 
 def test_peaks_are_near_what_was_measured_later() -> None:
