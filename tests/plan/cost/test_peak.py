@@ -467,6 +467,16 @@ def test_qk_clip_keeps_queries_and_keys_beside_the_copies_of_sinks() -> None:
         assert more == num_layers * (64 + 8) * 64 * 1024 * 2
 
 
+def test_experts_of_pytorch_keep_rows_of_slots_and_activations_too() -> None:
+    """As those of gpt-oss in fp8, which Triton's cannot add biases to; hidden states are kept in any case."""
+    layout = ["--parallel.ep=1", "--parallel.dispatcher=local", "--parallel.overlap=none"]
+    plain, fp8, chosen = (
+        activation_bytes_per_rank(load_recipe(RECIPES / "gpt_oss_20b.toml", [*layout, *more]))
+        for more in ([], [FP8_EXPERTS], ["--perf.override.experts=grouped_mm"])
+    )
+    assert fp8 - plain == chosen - plain == 24 * 4 * 16_384 * (2880 + 2880) * 2
+
+
 def test_recomputed_layers_keep_their_inputs() -> None:
     """Without an arena experts keep their rows, and blocks the hidden states before them."""
     words = ["--parallel.dispatcher=alltoall", "--parallel.overlap=none", "--parallel.expert_rank_capacity_factor=0"]

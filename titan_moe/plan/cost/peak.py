@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
-from titan_moe.config.arena import has_arena
+from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.gemms import count_packed_experts, gemm_modules, why_kept
 from titan_moe.config.modules import modules_of
 from titan_moe.config.parallel import resolve
@@ -243,9 +243,9 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     copied = sent or microbatch_tokens(recipe)
     share = 1 - without_hidden / max(kept, 1)
     rank = m.adapter.rank_of("experts")
-    if rank and recipe.perf.fuses_experts:
+    if recipe.perf.fuses_experts if rank else experts_of(recipe) == "fused":
         hidden += 3 * rank
-    elif rank:  # composed: rows of slots, activations and results of first factors are kept
+    else:  # composed: rows of slots, activations and results of first factors are kept
         hidden, share = round(width + 1.5 * hidden + 3 * rank), 1.0
     plain, codes = sent * width + share * slots * hidden, (copied * width + share * slots * hidden) / 2
     received = 0 if p.facts.shares_memory_of_ep else sent * width  # else experts get rows again
