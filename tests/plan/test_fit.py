@@ -50,7 +50,7 @@ def test_the_peak_that_exceeds_is_the_one_of_the_report(monkeypatch: pytest.Monk
 
 def test_peak_is_compared_with_measured_gpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     (warning,) = warnings_of(monkeypatch, [], "--parallel.ep=4", "--compile.cudagraph=off", num_ranks=4)
-    assert f"exceed {H200.room('NVIDIA H200')}" in warning and "train.micro_batch_sequences = 1 fits: 120 " in warning
+    assert f"exceed {H200.room('NVIDIA H200')}" in warning and "train.micro_batch_sequences = 1 fits: 119 " in warning
     assert "precision.moments" not in warning, "moments in fp8 alone do not fit"
 
 

@@ -132,7 +132,7 @@ def test_peak_of_the_last_rank_has_the_head_and_its_logits() -> None:
     weights, logits, inputs = 32 * 100_000, 64 * 100_000, 64 * 32
     with mock.patch("titan_moe.plan.cost.peak._temporary_bytes", lambda *_, **__: 0):
         more = peak_bytes(last, 1.0) - peak_bytes(replace(last, has_head=False), 1.0)
-    of_loss = 2 * inputs + 2 * 2 * logits + 4 * weights
+    of_loss = 2 * inputs + 2 * logits + 4 * weights
     assert more == 16 * (weights + 32) + 2 * weights + of_loss, "state, gathered in bf16, what the loss computes with"
 
 

@@ -13,8 +13,8 @@ Four moments of a step may have the peak:
 
 The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, symmetric memory, the
 parameters of blocks that are gathered at a time, and messages between stages. With `perf.kernels = "auto"` the loss is
-PyTorch's, which needs more than Triton's. Free memory between tensors, and of other streams, is counted in the pool of
-a CUDA graph alone, where no other tensor can use it (graph_pool.py).
+Triton's, which H100s and H200s take; PyTorch's needs more. Free memory between tensors, and of other streams, is
+counted in the pool of a CUDA graph alone, where no other tensor can use it (graph_pool.py).
 """
 
 from collections import Counter
@@ -300,7 +300,7 @@ def _loss_bytes(recipe: Recipe) -> int:
     weight = num_words * m.hidden_size if trains_head(m, recipe.optim.trainable) else 0
     inputs = num_tokens * m.hidden_size * element * (1 if p.tp == 1 else 2)  # gathered over tp
     inputs += m.mtp.num_depths * (inputs + weight * wide)  # the losses of other depths keep their gradients
-    if perf.chosen_kernels.head == "triton":
+    if _has_triton_loss(recipe):
         return inputs + max(logits * element + weight * wide, weight * (wide + element))
     # the sum of weight gradients is a new tensor in each chunk, and in backward
     products = max(logits * element + 2 * weight * wide, weight * (2 * wide + element))
@@ -311,3 +311,13 @@ def _loss_bytes(recipe: Recipe) -> int:
     else:  # in fp32: logits, exponentials and what becomes the gradient, beside the words of labels
         softmax = logits * (element + (4 if p.tp == 1 else 5) * wide + 1) + weight * wide
     return inputs + max(softmax, products)
+
+
+def _has_triton_loss(recipe: Recipe) -> bool:
+    """Whether Triton computes the loss, before the machine is known: where `auto` may choose it for a GPU
+    (plan/choice/kernels.py)."""
+    perf = recipe.perf
+    if perf.kernels != "auto" or perf.override.head != "no":
+        return perf.chosen_kernels.head == "triton"
+    may_be_fused = recipe.run.device != "cpu" and recipe.precision.compute == "bf16"
+    return may_be_fused and "head" not in recipe.model.unmet_needs_of_triton
