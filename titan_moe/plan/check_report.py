@@ -244,7 +244,10 @@ def _memory(resolved: Resolved) -> str:
     gathered = resolved.gathered_bytes / 2**30
     is_once = recipe.parallel.accumulate_unsharded
     of_experts = p.compute if p.compute != p.parameters else "codes"
-    held = "unsharded parameters and gradients" if is_once else f"experts in {of_experts}"
+    are_resharded = resolved.experts_are_unsharded or recipe.parallel.reshard_experts_after_forward
+    held = f"experts in {of_experts}" if are_resharded else "unsharded parameters"
+    held = held if recipe.parallel.reshard_after_forward else "unsharded parameters"
+    held = "unsharded parameters and gradients" if is_once else held
     during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
     shared = resolved.shared_bytes / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""

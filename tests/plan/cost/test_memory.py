@@ -105,6 +105,19 @@ def test_gathered_bytes_of_unsharded_accumulation() -> None:
     assert Resolved(once, 4).gathered_bytes == pytest.approx((2 + 4) * dense + 2 * parameters["experts"] / 4)
 
 
+def test_gathered_bytes_of_what_is_not_resharded_after_forward() -> None:
+    count = count_parameters(MODEL)
+    experts = count["experts"] / 4
+    for dense_stays, experts_stay in ((True, True), (False, True), (True, False)):
+        parallel = ParallelConfig(
+            ep=4, reshard_after_forward=not dense_stays, reshard_experts_after_forward=not experts_stay
+        )
+        recipe = Recipe(model=MODEL, parallel=parallel)
+        whole = dense_stays * (count.total - count["experts"]) + experts_stay * experts
+        assert Resolved(recipe, 8).gathered_bytes == pytest.approx(2 * whole), "parameters in bf16, no gradients"
+        assert "of unsharded parameters during a step" in describe(recipe, 8)
+
+
 def test_gathered_bytes_of_copies_of_unsharded_experts() -> None:
     copies = 2 * count_parameters(MODEL)["experts"] / 4
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))

@@ -24,6 +24,7 @@ from titan_moe.plan.cost.memory import (
     window_bytes,
 )
 from titan_moe.plan.cost.peak import activation_bytes_per_rank, peak_bytes
+from titan_moe.plan.cost.sharded_experts import held_bytes
 from titan_moe.plan.pipeline.parts import parts_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -368,21 +369,48 @@ def test_a_pool_is_what_a_snapshot_of_it_has() -> None:
 
 
 def test_what_is_gathered_second_lies_where_the_share_of_the_first_was_or_behind() -> None:
-    """Embedding and head, then a block, or a block, then its experts, as FSDP gathers them; nothing on one rank."""
+    """Embedding and head, then a block, as FSDP gathers them; two blocks and their experts, as each waits for its own
+    while the next ones are gathered; nothing on one rank."""
     words = ["--model.num_layers=2", "--parallel.ep=4", "--parallel.expert_clones=off", "--compile.cudagraph=step"]
     gathered = {}
     for name, num_ranks, vocabulary in (("within", 4, 151_936), ("behind", 4, 2048), ("experts", 8, 2048)):
         recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--model.vocab_size={vocabulary}"])
-        gathered[name] = gathering_bytes(parts_of(recipe, num_ranks)[0]) / 2
+        (part,) = parts_of(recipe, num_ranks)
+        gathered[name] = gathering_bytes(part) / 2
     width = 2048
     block = width * (128 * (32 + 2 * 4) + 32 * 128 + 128 + 2) + 2 * 128  # attention, router, norms
     root = 2 * 151_936 * width
     assert gathered["within"] == root * 5 / 4
     assert gathered["behind"] == 2 * 2048 * width + block * 5 / 4
     experts = 32 * 3 * width * 768
-    assert gathered["experts"] == block + experts * 3 / 2, "sharded over edp 2"
+    assert gathered["experts"] == 2 * (block + experts) + experts / 2, "sharded over edp 2"
+    split = replace(part, recipe=replace(recipe, precision=replace(recipe.precision, master="fp32_split")))
+    assert gathering_bytes(split) / 2 == 2 * (block + experts), "nothing is cast"
+    single = replace(part, recipe=replace(recipe, model=replace(recipe.model, num_layers=1)))
+    assert gathering_bytes(single) / 2 == block + experts * 3 / 2
     alone = ["--parallel.ep=1", "--parallel.dispatcher=local", "--parallel.overlap=none"]
     assert gathering_bytes(parts_of(load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, *alone]), 1)[0]) == 0
+
+
+def test_sharded_experts_of_a_layer_are_in_the_peak() -> None:
+    """Launched: beside the temporaries of the last layer's backward its experts, and those of the layer before, which
+    are on the way; of all layers, if they are not resharded. Few tokens: gradients in bf16 and their message in fp32,
+    less what the experts kept."""
+    words = ["--model.num_layers=8", "--parallel.ep=1", "--parallel.dispatcher=local", "--parallel.overlap=none"]
+    words += ["--parallel.expert_clones=off", "--compile.cudagraph=off", "--train.micro_batch_sequences=8"]
+    file, stays = RECIPES / "qwen3_30b_a3b.toml", "--parallel.reshard_experts_after_forward=false"
+    again, kept = (parts_of(load_recipe(file, [*words, *more]), 4)[0] for more in ([], [stays]))
+    experts = 128 * 3 * 2048 * 768
+    assert gathered_bytes(again) == 0 and gathered_bytes(kept) == 8 * 2 * experts
+    assert peak_bytes(kept, 1.0) - peak_bytes(again, 1.0) == (8 - 2) * 2 * experts
+    few, hidden = [*words, "--train.micro_batch_sequences=1", "--train.seq_len_tokens=128"], 128 * 8 * 2 * 768 * 2
+    fp32, bf16 = (
+        parts_of(load_recipe(file, [*few, f"--precision.reduce={dtype}"]), 4)[0] for dtype in ("fp32", "bf16")
+    )
+    assert held_bytes(fp32, hidden, has_sums=False).reducing == (2 + 4) * experts - hidden
+    assert held_bytes(fp32, hidden, has_sums=True).reducing == 4 * experts - hidden
+    more = peak_bytes(fp32, 1.0) - peak_bytes(bf16, 1.0)
+    assert more == pytest.approx((4 - 2) * experts, rel=0.01), "parameters and their gradients are as many bytes"
 
 
 def test_a_pool_has_buffers_of_messages() -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import microbatch_tokens, num_microbatches
+from titan_moe.plan.cost.codes import stored_numbers
 from titan_moe.plan.cost.memory import experts_per_rank, trained_experts_per_rank
 from titan_moe.plan.pipeline.parts import RankPart
 
@@ -31,22 +32,39 @@ Pairs = list[tuple[Group, Group]]
 
 def gathering_bytes(part: RankPart) -> float:
     """The bytes of a pool on the stream that gathers: parameters of two groups, one after the other, and the rank's own
-    share of one. On one rank FSDP copies parameters on the computing stream."""
+    share of one, if it is cast. While a block waits for its experts, the next block and its experts are gathered, so
+    sharded experts are there twice. On one rank FSDP copies parameters on the computing stream."""
     return _gathering_bytes(part, _pairs_of(part))
 
 
 def _gathering_bytes(part: RankPart, pairs: Pairs) -> float:
-    return max(_gathered_elements(one, other) for one, other in pairs) * BYTES_OF_DTYPE[part.recipe.precision.compute]
+    precision, experts = part.recipe.precision, sharded_experts(part)
+    is_cast = precision.compute != precision.parameters
+    most = max(_gathered_elements(one, other, is_cast) for one, other in pairs)
+    if experts is not None and experts.num_ranks > 1 and part.recipe.model.num_moe_layers > 1:
+        block = max(one.parameters for one, other in pairs if other == experts and one != experts)
+        most = max(most, 2 * (block + experts.parameters) + is_cast * experts.parameters / experts.num_ranks)
+    return most * BYTES_OF_DTYPE[precision.compute]
 
 
-def _gathered_elements(one: Group, other: Group) -> float:
+def _gathered_elements(one: Group, other: Group, is_cast: bool) -> float:
     """Elements of two groups that are gathered after another. The second is where the share of the first was, if it has
     room there."""
     wholes = [group.parameters if group.num_ranks > 1 else 0.0 for group in (one, other)]
-    shares = [whole / group.num_ranks for whole, group in zip(wholes, (one, other), strict=True)]
+    shares = [is_cast * whole / group.num_ranks for whole, group in zip(wholes, (one, other), strict=True)]
     if wholes[1] + shares[1] <= shares[0]:
         return wholes[0] + shares[0]
     return sum(wholes) + max(shares)
+
+
+def sharded_experts(part: RankPart) -> Group | None:
+    """The experts of a layer where FSDP has them; one rank has what is frozen as it is."""
+    sizes, number = resolve(part.recipe.parallel, part.world_size), part.recipe.model.num_moe_layers
+    if not number or sizes.experts_are_unsharded(part.recipe.precision):
+        return None
+    trained = trained_experts_per_rank(part.recipe)
+    whole = experts_per_rank(part.recipe) - stored_numbers(part, of_experts=True) if sizes.edp > 1 else trained
+    return Group(whole / number, sizes.edp, trained / number)
 
 
 def reduced_bytes(part: RankPart) -> float:
@@ -103,10 +121,8 @@ def _pairs_of(part: RankPart) -> Pairs:
     moe = set(model.moe_layers)
     kinds = [layer in moe for layer in range(model.num_blocks)]
     blocks = {kind: [block(kinds.index(kind))] for kind in sorted(set(kinds))}
-    if moe and not sizes.experts_are_unsharded(part.recipe.precision):
-        whole, trained = experts_per_rank(part.recipe), trained_experts_per_rank(part.recipe)
-        number = model.num_moe_layers
-        blocks[True].append(Group(whole / number, sizes.edp, trained / number))
+    if (experts := sharded_experts(part)) is not None:
+        blocks[True].append(experts)
     pairs = [(root, blocks[kinds[0]][0]), *(pair for of_kind in blocks.values() for pair in pairwise(of_kind))]
     changes = sorted({(one, other) for one, other in pairwise(kinds) if one != other})
     return pairs + [(blocks[one][-1], blocks[other][0]) for one, other in changes]

@@ -92,7 +92,8 @@ def window_bytes(part: RankPart) -> float:
 def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state.
 
-    With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
+    With `accumulate_unsharded` these are all dense parameters and the rank's share of experts; without, the parameters
+    alone, of what is not resharded after forward. Unsharded experts have
     only copies in compute's dtype, or codes, of what trains. These exist for the whole step, or from a layer's forward
     to its backward: those of all layers at once, unless something is recomputed. Without `has_gradients`, as in the
     first microbatch, none are accumulated yet. What is frozen is not gathered where a rank has it whole.
@@ -114,7 +115,10 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
         number = recipe.model.num_moe_layers
         made_again = len(again.intersection(recipe.model.moe_layers))  # but those of one layer
         share = (number - max(made_again - 1, 0)) / max(number, 1)
-        return round(share * trained * copy if is_unsharded else 0) + replica_bytes_per_rank(recipe)
+        kept = share * trained * copy if is_unsharded else 0.0
+        kept += 0.0 if recipe.parallel.reshard_after_forward else dense * compute
+        kept += 0.0 if is_unsharded or recipe.parallel.reshard_experts_after_forward else experts * compute
+        return round(kept) + replica_bytes_per_rank(recipe)
     of_gradients = reduce if has_gradients else 0
     gathered = dense * compute + trained_dense * of_gradients
     gathered += trained * copy if is_unsharded else experts * compute + trained * of_gradients

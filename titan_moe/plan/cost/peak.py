@@ -12,9 +12,9 @@ Four moments of a step may have the peak:
   does last, tp ranks sum gradients, and parked states pass through the GPU.
 
 The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, symmetric memory, the
-parameters of blocks that are gathered at a time, and messages between stages. With `perf.kernels = "auto"` the loss is
-Triton's, which H100s and H200s take; PyTorch's needs more. Free memory between tensors, and of other streams, is
-counted in the pool of a CUDA graph alone, where no other tensor can use it (graph_pool.py).
+dense parameters of blocks that are gathered at a time, and messages between stages. With `perf.kernels = "auto"` the
+loss is Triton's, which H100s and H200s take; PyTorch's needs more. Free memory between tensors, and of other streams,
+is counted in the pool of a CUDA graph alone, where no other tensor can use it (graph_pool.py).
 """
 
 from collections import Counter
@@ -53,6 +53,7 @@ from titan_moe.plan.cost.memory import (
 )
 from titan_moe.plan.cost.offload import sent_bytes
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes
+from titan_moe.plan.cost.sharded_experts import Held, held_bytes
 from titan_moe.plan.pipeline.parts import LAYERS_UNDER_WAY, RankPart
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 
@@ -83,12 +84,15 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
     of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
     loss = _loss_bytes(recipe) if part.has_head else 0
     of_head = (count["head"] or count["embedding"]) / recipe.parallel.tp * compute if part.has_head else 0
-    temporary = of_head + _temporary_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
+    kept = 0 if part.has_arena(experts) else _expert_elements(recipe, capacity_factor) * compute
+    held = held_bytes(part, kept / max(recipe.model.num_moe_layers, 1), has_sums=is_once and not is_first)
+    temporary = of_head + _temporary_bytes(recipe, capacity_factor, held, has_arena=part.has_arena(experts))
     delayed = part.num_delayed * _delayed_bytes(part, capacity_factor, experts)
     num_kept = _num_kept(part, experts)
 
-    begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
-    begin += delayed + num_kept * of_one + sum(sent[-LAYERS_UNDER_WAY:]) + max(loss, temporary)
+    has_all = is_once or not recipe.parallel.reshard_after_forward
+    begin = gathered_bytes(part, has_gradients=not is_first) + (0 if has_all else of_root * compute)
+    begin += delayed + num_kept * of_one + sum(sent[-LAYERS_UNDER_WAY:]) + max(loss, temporary + held.ahead)
     if not is_first:  # sums of the microbatches before; unsharded ones are gathered
         of_shards = trained_of(part) * (reduce if sums_replicas_once(recipe) else gradient)
         begin += of_shards if not is_once else trained_experts_per_rank(recipe) * gradient if has_copies else 0
@@ -252,7 +256,7 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     return round((kept - native) * plain + native * codes + repeated * received)
 
 
-def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
+def _temporary_bytes(recipe: Recipe, capacity_factor: float, held: Held, *, has_arena: bool) -> float:
     """Bytes of the temporaries of the layer that has most, in backward; with those that it computes again."""
     m, num_tokens, element = recipe.model, microbatch_tokens(recipe), BYTES_OF_DTYPE[recipe.precision.compute]
     gradients, again = Counter[str](), recompute_of(recipe).layers
@@ -260,11 +264,12 @@ def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool)
         gradients[module.region] += (module.gradients + module.freed_by(again)) if module.number else 0
     most: float = max(gradients.values()) * num_tokens * element
     if m.num_moe_layers and has_arena:
-        most = max(most, temporary_bytes_per_rank(recipe))
+        most = max(most, temporary_bytes_per_rank(recipe) + held.computing, held.reducing)
     elif m.num_moe_layers:
         sizes, num_native = _sizes(recipe, capacity_factor), count_packed_experts(recipe)
         for is_native in {num_native > 0, num_native == m.num_moe_layers}:
-            most = max(most, temporary_bytes(recipe, *sizes, is_native=is_native))
+            of_layer = temporary_bytes(recipe, *sizes, is_native=is_native)
+            most = max(most, of_layer + held.computing, held.reducing)
     return most + _recomputed_bytes(recipe, capacity_factor, has_arena=has_arena) + numbers_bytes(recipe)
 
 
