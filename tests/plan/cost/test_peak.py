@@ -413,6 +413,20 @@ def test_sharded_experts_of_a_layer_are_in_the_peak() -> None:
     assert more == pytest.approx((4 - 2) * experts, rel=0.01), "parameters and their gradients are as many bytes"
 
 
+def test_copies_of_the_first_layers_experts_last_until_the_end_of_its_backward() -> None:
+    """Where the peak is, if blocks are recomputed. Split masters need no copies, and are as many bytes."""
+    words = ["--model.num_layers=8", "--model.moe.num_experts=32", "--parallel.ep=1", "--parallel.dispatcher=local"]
+    words += ["--parallel.overlap=none", "--parallel.expert_clones=off", "--train.global_batch_sequences=4"]
+    words += ["--compile.cudagraph=off", "--memory.recompute=block"]
+    fp32, split = (
+        peak_bytes(
+            parts_of(load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--precision.master={name}"]), 1)[0], 1
+        )
+        for name in ("fp32", "fp32_split")
+    )
+    assert fp32 - split == 32 * 3 * 2048 * 768 * 2
+
+
 def test_a_pool_has_buffers_of_messages() -> None:
     """However many microbatches there are: four of sent tensors, and those of gradients that have come."""
     words, tensor = [*PIPELINE4, "--compile.cudagraph=step"], 16_384 * 2048 * 2

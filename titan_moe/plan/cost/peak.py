@@ -98,9 +98,11 @@ def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -
         begin += of_shards if not is_once else trained_experts_per_rank(recipe) * gradient if has_copies else 0
 
     are_kept = is_once or recipe.parallel.pp > 1
-    copies = trained_experts_per_rank(recipe) * copied_bytes_of_a_parameter(recipe) if has_copies and are_kept else 0
+    copies = trained_experts_per_rank(recipe) * copied_bytes_of_a_parameter(recipe) if has_copies else 0
+    of_first = copies if are_kept else copies / max(recipe.model.num_moe_layers, 1)  # whose backward they last for
+    copies = copies if are_kept else 0
     accumulated = reduce if is_once and not is_first else 0
-    end = gradients + delayed + temporary + copies + of_root * compute + reduced_root * accumulated
+    end = gradients + delayed + temporary + of_first + of_root * compute + reduced_root * accumulated
     end += max(num_kept - 1, 0) * of_one + sum(sent[:LAYERS_UNDER_WAY])  # of the others in flight, and on the way back
     reductions = copies + reduced_root * (reduce + (accumulated or compute))
     after = gradients + max(reductions, flat_copy_bytes(part), window_bytes(part), muon.temporary_bytes(part))
