@@ -241,7 +241,6 @@ def test_temporaries_of_a_bounded_layer() -> None:
     assert bounds_layers(bounded) and not bounds_layers(worst)
     said = " ".join(describe(bounded, 8).split())
     assert "GiB of one layer's temporaries, of up to 2 times a balanced load, or of pieces and their sums" in said
-    assert "EXPERIMENTAL: parallel.expert_layer_capacity_factor = 2.0 (never run on GPUs)" in said
 
 
 def test_recomputed_blocks_need_the_arena_of_one() -> None:
