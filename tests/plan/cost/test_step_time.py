@@ -19,7 +19,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 CALLS = tomllib.loads(Path(__file__).with_name("measured_steps.toml").read_text("utf-8"))["calls"]
 HELD_BACK = tomllib.loads(Path(__file__).with_name("held_back_steps.toml").read_text("utf-8"))["calls"]
 MEDIAN, WORST = 0.06, 0.15
-MEDIAN_PEAK, WORST_PEAK, ROOM = 0.04, 0.08, 1.125
+MEDIAN_PEAK, WORST_PEAK, ROOM = 0.02, 0.07, 1.125
 
 
 def predicted(row: dict[str, str], gpus: int, card: str) -> Prediction:

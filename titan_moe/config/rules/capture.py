@@ -11,7 +11,7 @@ from titan_moe.config.rules.rule import rule
 @rule(
     "a CUDA graph replays its capture without the host",
     "run.device parallel.dispatcher ep cp_kind perf.kernels perf.override.experts memory.recompute "
-    "model.moe.aux_losses.global_batch model.mtp.num_depths repeats_layer model.moe.input_jitter",
+    "model.moe.aux_losses.global_batch model.mtp.num_depths repeats_layer",
 )
 def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.run.device == "cpu":
@@ -24,11 +24,6 @@ def step_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             'parallel.cp_kind = "ring" overlaps point-to-point messages with its kernels, which has not been tested in '
             "a capture"
-        )
-    if recipe.model.moe.input_jitter > 0:
-        yield (
-            f"model.moe.input_jitter = {recipe.model.moe.input_jitter:g} makes noise of the step on the device, which "
-            "has not been tested in a capture"
         )
     if counts_ahead(recipe, world_size) and recipe.parallel.ep * recipe.parallel.etp > 1:
         yield (
