@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import Recipe, check_rules, load_recipe
+from titan_moe.config.recompute import with_entries
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.choice.hardware import find_hardware, gpus_here
-from titan_moe.plan.choice.recompute import choose_recompute, is_auto, with_entries
+from titan_moe.plan.choice.recompute import choose_recompute, is_auto
 from titan_moe.plan.cost.memory import shared_bytes_per_rank
 from titan_moe.plan.fit import CHANGES
 from titan_moe.plan.resolved import Resolved

@@ -1,6 +1,7 @@
 """The modules of a model whose GEMMs may have a format, by name: known without building the model."""
 
 from collections import Counter
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
@@ -85,11 +86,11 @@ def expert_formats(recipe: Recipe) -> set[Format]:
     return set(_experts_by_format(recipe))
 
 
-def _experts_by_format(recipe: Recipe) -> Counter[Format]:
+def _experts_by_format(recipe: Recipe) -> Mapping[Format, int]:
     """The number of layers whose experts have each format."""
     chosen = recipe.precision.format_of("experts")
     if chosen == "compute":
-        return Counter({chosen: recipe.model.num_moe_layers})
+        return {chosen: recipe.model.num_moe_layers}
     formats = Counter[Format]()
     for row in modules_of(recipe.model, recipe.parallel):
         if row.part == "experts" and row.layers is not None:

@@ -263,7 +263,7 @@ class ModelConfig:
         off |= {"bias_update_speed": 0.0, "bias_update": "sign", "bias_ema": 0.0}
         return replace(self, moe=replace(self.moe, **off))
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """All blocks: the layers, and behind them those of multi-token prediction."""
         return self.num_layers + self.mtp.num_layers

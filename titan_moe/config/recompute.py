@@ -8,7 +8,7 @@ prediction count as layers behind the others: they are among the last.
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
@@ -97,6 +97,11 @@ def recompute_of(recipe: Recipe) -> Recompute:
     return of_entries(recipe.memory.recompute, recipe.model.num_blocks)
 
 
+def with_entries(recipe: Recipe, entries: tuple[str, ...]) -> Recipe:
+    """The recipe with these parts computed again."""
+    return replace(recipe, memory=replace(recipe.memory, recompute=entries))
+
+
 @lru_cache(maxsize=256)
 def of_entries(entries: tuple[str, ...], num_layers: int) -> Recompute:
     """What these entries mean for so many layers. Those that break a rule are left out."""
@@ -150,11 +155,11 @@ def entries_of(layers: Mapping[str, Iterable[int]], num_layers: int) -> tuple[st
     """The shortest entries of these layers by name."""
     entries: list[str] = []
     for name, chosen in layers.items():
-        ordered = sorted(chosen)
+        ordered = sorted(own := set(chosen))
         if ordered and len(ordered) == num_layers:
             entries.append(name)
             continue
-        starts = [layer for layer in ordered if layer - 1 not in ordered]
-        ends = [layer for layer in ordered if layer + 1 not in ordered]
+        starts = [layer for layer in ordered if layer - 1 not in own]
+        ends = [layer for layer in ordered if layer + 1 not in own]
         entries += [f"{name}:{first}-{last}" for first, last in zip(starts, ends, strict=True)]
     return tuple(entries)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from titan_moe.config import RecipeError
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.recompute import with_entries
 from titan_moe.config.rules import check_rules
 from titan_moe.config.schema import value_of
 from titan_moe.plan.choice.hardware import gpus_here
-from titan_moe.plan.choice.recompute import with_entries
 from titan_moe.plan.search import Result, fewest_ranks, search
 from titan_moe.plan.search_report import as_rows, describe_plan, layout_in_words, written_recipe
 from titan_moe.plan.search_space import FIXABLE

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_moe.config.clones import resolve_clones
+from titan_moe.config.recompute import with_entries
 from titan_moe.config.rules import check_rules
 from titan_moe.plan.choice.hardware import find_hardware
-from titan_moe.plan.choice.recompute import with_entries
 from titan_moe.plan.cost.rates import rates_of
 from titan_moe.plan.cost.step_time import Prediction, predict
 from titan_moe.plan.resolved import Resolved

@@ -6,8 +6,9 @@ from titan_moe.config.clones import resolve_clones
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import planning
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.recompute import with_entries
 from titan_moe.plan.choice.hardware import find_hardware, gpus_here
-from titan_moe.plan.choice.recompute import choose_recompute, is_auto, with_entries
+from titan_moe.plan.choice.recompute import choose_recompute, is_auto
 from titan_moe.plan.cost.count import count_parameters, training_flops_per_token
 from titan_moe.plan.cost.memory import arena_bytes_per_rank
 from titan_moe.plan.cost.rates import rates_of

@@ -10,6 +10,7 @@ from titan_moe.config.experimental import describe_experimental
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.recompute import with_entries
 from titan_moe.config.rules import RULES, check_rules
 from titan_moe.config.rules.capture import step_can_be_captured
 from titan_moe.config.run_length import step_tokens
@@ -19,7 +20,7 @@ from titan_moe.plan.choice.formats import FASTER_FROM, choose_formats, describe_
 from titan_moe.plan.choice.hardware import dotted, find_hardware, gpus_here
 from titan_moe.plan.choice.kernel_table import read_tables
 from titan_moe.plan.choice.kernels import FUSED_WINS, describe_kernels, resolve_kernels
-from titan_moe.plan.choice.recompute import Choice, choose_recompute, is_auto, with_entries
+from titan_moe.plan.choice.recompute import Choice, choose_recompute, is_auto
 from titan_moe.plan.cost.count import ParameterCount, count_parameters, describe_trained, training_flops_per_token
 from titan_moe.plan.cost.hugging_face import describe_weights
 from titan_moe.plan.cost.links import describe_links

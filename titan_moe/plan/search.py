@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.recompute import AUTO
+from titan_moe.config.recompute import AUTO, with_entries
 from titan_moe.config.rules import rules_of
 from titan_moe.plan.choice.hardware import Hardware, find_hardware
-from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, with_entries
+from titan_moe.plan.choice.peaks import GROWN_FACTOR
+from titan_moe.plan.choice.recompute import choose_recompute
 from titan_moe.plan.cost.rates import Rates, rates_of
 from titan_moe.plan.cost.step_time import Prediction, predict
 from titan_moe.plan.resolved import Resolved

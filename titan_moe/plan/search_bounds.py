@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.recompute import with_entries
 from titan_moe.config.trainable import trains_all
-from titan_moe.plan.choice.recompute import with_entries
 from titan_moe.plan.cost.block_time import Times, head_times, layer_times
 from titan_moe.plan.cost.count import count_parameters
 from titan_moe.plan.cost.messages import sharding_exposed

@@ -6,12 +6,9 @@ from typing import NamedTuple
 
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.recompute import AUTO
+from titan_moe.config.recompute import AUTO, recompute_of, with_entries
 from titan_moe.config.rules import check_rules
-from titan_moe.plan.choice.recompute import GROWN_FACTOR, with_entries
-from titan_moe.plan.cost.peak import peak_bytes
-from titan_moe.plan.pipeline.parts import part_of
-from titan_moe.plan.resolved import Resolved
+from titan_moe.plan.choice.peaks import Peaks
 from titan_moe.plan.search_space import Candidate
 
 LADDER = (
@@ -47,64 +44,56 @@ class Trials:
         self, recipe: Recipe, world_size: int, limit_gib: float, smallest: Mapping[Candidate, Candidate]
     ) -> None:
         self.recipe, self.world_size, self.limit, self.smallest = recipe, world_size, limit_gib, smallest
-        self.fits: dict[Candidate, bool] = {}
+        self.of_smallest: dict[Candidate, _Needs | None] = {}
         self.repeats: dict[tuple[object, ...], bool] = {}
         self.number, self.refusal, self.is_allowed = 0, "", False
 
     def attempt(self, candidate: Candidate) -> Tried | None:
         """What a candidate computes again, if it passes the rules and fits."""
-        if not self._family_fits(candidate):
+        given, family = tuple(self.recipe.memory.recompute), candidate.family
+        if family not in self.of_smallest:
+            self.of_smallest[family] = self._allowed(self.smallest[family])
+        of_smallest = self.of_smallest[family]
+        if of_smallest and of_smallest.gib(LADDER[-1] if AUTO in given else given) > self.limit:
             return None
         self.number += 1
-        if (recipe := self._allowed(candidate)) is None:
+        needs = (candidate == self.smallest[family] and of_smallest) or self._allowed(candidate)
+        if not needs:
             return None
-        given = self.recipe.memory.recompute
         if AUTO not in given:
-            return Tried(recipe, tuple(given), tuple(given), 1.0)
-        gibs: dict[int, float] = {}
-        rung = self._rung(recipe, gibs, is_known=candidate == self.smallest[candidate.family])
+            return Tried(needs.recipe, given, given, 1.0)
+        rung = self._rung(needs)
         if rung is None:
             return None
         if not rung:
-            return Tried(recipe, LADDER[0], LADDER[0], 1.0)
-        if not self._may_repeat(candidate, recipe, rung):
+            return Tried(needs.recipe, LADDER[0], LADDER[0], 1.0)
+        if not self._may_repeat(candidate, needs.recipe, rung):
             return None
-        without, with_them = (self._gib_at(recipe, gibs, step) for step in (rung - 1, rung))
+        without, with_them = (needs.gib(LADDER[step]) for step in (rung - 1, rung))
         share = min((without - self.limit) / max(without - with_them, 1e-9), 1.0)
-        return Tried(recipe, LADDER[rung], LADDER[rung - 1], share)
+        return Tried(needs.recipe, LADDER[rung], LADDER[rung - 1], share)
 
-    def _family_fits(self, candidate: Candidate) -> bool:
-        """Whether the smallest microbatch fits with all computed again."""
-        family = candidate.family
-        if family not in self.fits:
-            smallest = self._allowed(self.smallest[family])
-            again = LADDER[-1] if AUTO in self.recipe.memory.recompute else self.recipe.memory.recompute
-            self.fits[family] = smallest is None or self._fits(smallest, tuple(again))
-        return self.fits[family]
-
-    def _allowed(self, candidate: Candidate) -> Recipe | None:
-        """The recipe of a candidate, launched if it cannot be captured; None if it breaks a rule."""
+    def _allowed(self, candidate: Candidate) -> "_Needs | None":
+        """What a candidate needs, launched if it cannot be captured; None if it breaks a rule."""
         recipe = candidate.of(self.recipe)
         launched = replace(recipe, compile=replace(recipe.compile, cudagraph="off"))
         for way in dict.fromkeys((recipe, launched)):
             if not (breaches := check_rules(way, self.world_size)):
                 self.is_allowed = True
-                return way
+                return _Needs(way, self.world_size)
             self.refusal = breaches[0]
         return None
 
-    def _rung(self, recipe: Recipe, gibs: dict[int, float], *, is_known: bool) -> int | None:
-        """The first of the ladder with which a step fits; of the last `is_known` that it does."""
+    def _rung(self, needs: "_Needs") -> int | None:
+        """The first of the ladder with which a step fits."""
         few, many = 0, len(LADDER) - 1
-        if not is_known and self._gib_at(recipe, gibs, many) > self.limit:
-            return None
         while few < many:
             middle = (few + many) // 2
-            if self._gib_at(recipe, gibs, middle) <= self.limit:
+            if needs.gib(LADDER[middle]) <= self.limit:
                 many = middle
             else:
                 few = middle + 1
-        return many
+        return many if needs.gib(LADDER[many]) <= self.limit else None
 
     def _may_repeat(self, candidate: Candidate, recipe: Recipe, step: int) -> bool:
         """Whether rules allow this step of the ladder with the schedule and the overlap: blocks in pieces refuse norms,
@@ -115,22 +104,19 @@ class Trials:
             self.repeats[options] = not check_rules(with_entries(recipe, probe), self.world_size)
         return self.repeats[options]
 
-    def _gib_at(self, recipe: Recipe, gibs: dict[int, float], step: int) -> float:
-        """The memory on a step of the ladder; `gibs` has those that are known."""
-        if step not in gibs:
-            gibs[step] = self._gib(recipe, LADDER[step])
-        return gibs[step]
 
-    def _fits(self, recipe: Recipe, entries: tuple[str, ...]) -> bool:
-        """Whether the first and the last pipeline rank fit; the search asks the others."""
-        return self._gib(recipe, entries) <= self.limit
+class _Needs:
+    """The memory that a recipe needs by what it computes again: of the first and the last pipeline rank, whichever
+    needs more. The search asks the others."""
 
-    def _gib(self, recipe: Recipe, entries: tuple[str, ...]) -> float:
-        """The memory that the first or the last pipeline rank needs, whichever needs more."""
-        recipe = resolve_clones(with_entries(recipe, entries), self.world_size)
-        pp = recipe.parallel.pp
-        resolved = Resolved(recipe, self.world_size)
-        factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
-        parts = (part_of(recipe, self.world_size, rank) for rank in dict.fromkeys((0, pp - 1)))
-        peak = max(peak_bytes(part, factor, resolved.experts) for part in parts)
-        return (peak + resolved.outside_bytes) / 2**30
+    def __init__(self, recipe: Recipe, world_size: int) -> None:
+        self.recipe, self.world_size = recipe, world_size
+        self.peaks: dict[str, Peaks] = {}  # by whether experts have clones, which some parts end
+
+    def gib(self, entries: tuple[str, ...]) -> float:
+        """With these parts computed again."""
+        recipe = resolve_clones(with_entries(self.recipe, entries), self.world_size)
+        p = recipe.parallel
+        if p.expert_clones not in self.peaks:
+            self.peaks[p.expert_clones] = Peaks(recipe, self.world_size, dict.fromkeys((0, p.pp - 1)))
+        return max(self.peaks[p.expert_clones].gib(recompute_of(recipe)))

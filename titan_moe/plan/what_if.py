@@ -12,12 +12,13 @@ from titan_moe.config.changes import Change, Way, listed, with_changes
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.dispatchers import DISPATCHERS
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.recompute import AUTO
+from titan_moe.config.recompute import AUTO, with_entries
 from titan_moe.config.rules import check_rules
 from titan_moe.config.schema import value_of
 from titan_moe.plan.beyond import NEXT
 from titan_moe.plan.choice.hardware import find_hardware
-from titan_moe.plan.choice.recompute import GROWN_FACTOR, choose_recompute, with_entries
+from titan_moe.plan.choice.peaks import GROWN_FACTOR
+from titan_moe.plan.choice.recompute import choose_recompute
 from titan_moe.plan.cost.rates import rates_of
 from titan_moe.plan.cost.step_time import Prediction, predict
 from titan_moe.plan.resolved import Resolved

@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe
+from titan_moe.config.recompute import with_entries
 from titan_moe.kernels.device import device_name
 from titan_moe.plan.choice.hardware import Hardware, find_hardware
-from titan_moe.plan.choice.recompute import choose_recompute, is_auto, with_entries
+from titan_moe.plan.choice.recompute import choose_recompute, is_auto
 
 logger = logging.getLogger("titan_moe")
 UNKNOWN = "NVIDIA H100"

@@ -8,15 +8,10 @@ import pytest
 from support.calls import CALLS_OF_A_SECOND, count_calls
 
 from titan_moe.config import Recipe, check_rules, load_recipe
-from titan_moe.config.recompute import RECOMPUTABLE, of_entries
+from titan_moe.config.recompute import RECOMPUTABLE, of_entries, with_entries
 from titan_moe.plan.choice.hardware import OUTSIDE_GIB, USABLE_SHARE, Hardware, find_hardware
-from titan_moe.plan.choice.recompute import (
-    GROWN_FACTOR,
-    _Search,
-    choose_recompute,
-    is_auto,
-    with_entries,
-)
+from titan_moe.plan.choice.peaks import GROWN_FACTOR
+from titan_moe.plan.choice.recompute import _Search, choose_recompute, is_auto
 from titan_moe.plan.resolved import Resolved
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -12,7 +12,7 @@ from titan_moe.config.clones import resolve_clones
 from titan_moe.config.gemms import count_native_experts
 from titan_moe.config.recipe import microbatch_tokens
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.cost.graph_pool import gathering_bytes, message_bytes, reducing_bytes
+from titan_moe.plan.cost.graph_pool import gathering_bytes, message_bytes, reducing_bytes, sharded_experts
 from titan_moe.plan.cost.loads import LayerLoads, layer_loads
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
@@ -406,8 +406,9 @@ def test_sharded_experts_of_a_layer_are_in_the_peak() -> None:
     fp32, bf16 = (
         parts_of(load_recipe(file, [*few, f"--precision.reduce={dtype}"]), 4)[0] for dtype in ("fp32", "bf16")
     )
-    assert held_bytes(fp32, hidden, has_sums=False).reducing == (2 + 4) * experts - hidden
-    assert held_bytes(fp32, hidden, has_sums=True).reducing == 4 * experts - hidden
+    assert (layer := sharded_experts(fp32)) is not None
+    assert held_bytes(fp32, layer, hidden, has_sums=False).reducing == (2 + 4) * experts - hidden
+    assert held_bytes(fp32, layer, hidden, has_sums=True).reducing == 4 * experts - hidden
     more = peak_bytes(fp32, 1.0) - peak_bytes(bf16, 1.0)
     assert more == pytest.approx((4 - 2) * experts, rel=0.01), "parameters and their gradients are as many bytes"
 

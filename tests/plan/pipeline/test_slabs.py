@@ -11,7 +11,8 @@ from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.train import TrainConfig
 from titan_moe.plan.pipeline.schedules import actions_of
-from titan_moe.plan.pipeline.slabs import arena_slabs
+from titan_moe.plan.pipeline.simulation import max_before_backward, max_delayed, max_held, max_messages
+from titan_moe.plan.pipeline.slabs import arena_slabs, few_microbatches
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.resolved import Resolved
 
@@ -66,3 +67,20 @@ def test_slabs_have_no_room_for_hidden_states_that_are_computed_again() -> None:
 
 def test_without_a_pipeline_there_is_one_place() -> None:
     assert arena_slabs(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8, {0: 7}, {0: 5}) == (1, 7, 0, 5)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("schedule", LAYOUTS)
+def test_few_microbatches_are_as_many_in_flight(schedule: str, pp: int) -> None:
+    vpp = LAYOUTS[schedule]
+    stages = dict.fromkeys(range(pp * vpp), 1.0)
+    for number in range(5 * pp, 6 * pp, pp if schedule == "interleaved_1f1b" else 1):
+        parallel = ParallelConfig(pp=pp, vpp=vpp, pp_schedule=schedule)  # type: ignore[arg-type]
+        train = TrainConfig(global_batch_sequences=number, micro_batch_sequences=1)
+        few = few_microbatches(Recipe(model=MODEL, parallel=parallel, train=train), pp)
+        assert few < number
+        for measure in (max_held, max_before_backward, max_delayed, max_messages):
+            of_few, of_all = (
+                [measure(of_rank, stages) for of_rank in actions_of(schedule, pp, vpp, it)] for it in (few, number)
+            )
+            assert of_few == of_all

@@ -47,8 +47,10 @@ class Rule:
 
     def breaches(self, recipe: Any, world_size: int) -> "Iterator[Breach]":
         """The breaches of this rule."""
-        for found in self.check(recipe, world_size):
-            yield Breach(self, found if isinstance(found, Problem) else Problem(found))
+        return map(self._breach, self.check(recipe, world_size))
+
+    def _breach(self, found: str) -> "Breach":
+        return Breach(self, found if isinstance(found, Problem) else Problem(found))
 
 
 class Breach(NamedTuple):

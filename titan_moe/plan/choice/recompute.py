@@ -6,26 +6,22 @@ costs: FLOPs that are repeated, and bytes that are written and read again.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from titan_moe.config.modules import modules_of
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, microbatch_tokens, num_microbatches
-from titan_moe.config.recompute import AUTO, RECOMPUTABLE, entries_of
+from titan_moe.config.recompute import AUTO, RECOMPUTABLE, PartsByLayer, entries_of, with_entries
 from titan_moe.config.rules import check_rules
 from titan_moe.config.schema import counted
 from titan_moe.plan.choice.hardware import Hardware
+from titan_moe.plan.choice.peaks import Peaks
 from titan_moe.plan.cost.count import attention_core_flops_per_token
 from titan_moe.plan.cost.loads import layer_loads
-from titan_moe.plan.cost.peak import peak_bytes
-from titan_moe.plan.pipeline.parts import part_of
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
-from titan_moe.plan.resolved import Resolved
 
-GROWN_FACTOR = 1.25
-"""The capacity factor that there is to be room for: that of natural loads, which "auto" follows."""
 GEMM_SHARE, MEMORY_SHARE, LINK_SHARE = 0.6, 0.4, 0.6
 """Of the peak rates: what GEMMs, passes over memory beside their launches, and reads of peers reach."""
 OF_EXPERTS = ("expert_weights", "moe_act", "experts")
@@ -64,11 +60,6 @@ def is_auto(recipe: Recipe) -> bool:
     return AUTO in recipe.memory.recompute
 
 
-def with_entries(recipe: Recipe, entries: tuple[str, ...]) -> Recipe:
-    """The recipe with these parts computed again."""
-    return replace(recipe, memory=replace(recipe.memory, recompute=entries))
-
-
 def choose_recompute(recipe: Recipe, world_size: int, hardware: Hardware) -> Choice:
     """The cheapest parts with which a step fits; where none fits, those with the lowest peak."""
     return _Search(recipe, world_size, hardware).choose()
@@ -79,29 +70,13 @@ class _Search:
         self.recipe, self.world_size, self.hardware = with_entries(recipe, ()), world_size, hardware
         self.limit = hardware.free_gib(recipe.run.ranks_per_gpu)
         self.room = hardware.room("", recipe.run.ranks_per_gpu)
-        self.factor = recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
         self.number = recipe.model.num_blocks
-        self._gib_of = lru_cache(None)(self._gib)
+        self.peaks = Peaks(self.recipe, world_size)
         self._layers = lru_cache(None)(self._layers_with)
-        self._peaks: dict[tuple[object, ...], int] = {}
 
     def gib(self, layers: Layers) -> list[float]:
         """The peak of each pipeline rank."""
-        return self._gib_of(entries_of(layers, self.number))
-
-    def _gib(self, entries: tuple[str, ...]) -> list[float]:
-        resolved = Resolved(with_entries(self.recipe, entries), self.world_size)
-        peaks = (self._peak(resolved, rank) for rank in range(self.recipe.parallel.pp))
-        return [(peak + resolved.outside_bytes) / 2**30 for peak in peaks]
-
-    def _peak(self, resolved: Resolved, rank: int) -> int:
-        """The peak of a pipeline rank, which entries of its own layers change alone."""
-        own, chosen = self._layers("block", rank), resolved.recompute.layers
-        key = rank, resolved.experts, *((name, layers & own) for name, layers in chosen.items() if layers & own)
-        if key not in self._peaks:
-            part = part_of(resolved.recipe, self.world_size, rank)
-            self._peaks[key] = peak_bytes(part, self.factor, resolved.experts)
-        return self._peaks[key]
+        return self.peaks.gib(PartsByLayer(layers))
 
     def choose(self) -> Choice:
         """The cheapest of the plans that fit; else the one with the lowest peak."""

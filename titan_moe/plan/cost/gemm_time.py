@@ -27,11 +27,15 @@ class Passes(NamedTuple):
     @property
     def total(self) -> float:
         """All three."""
-        return sum(self)
+        return self.forward + self.backward_input + self.backward_weight
 
     def plus(self, other: "Passes") -> "Passes":
         """The sum of both, part by part."""
-        return Passes(*(a + b for a, b in zip(self, other, strict=True)))
+        return Passes(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+        )
 
     def times(self, factor: float) -> "Passes":
         """Each so many times as long."""

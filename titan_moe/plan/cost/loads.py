@@ -1,6 +1,7 @@
 """Rows and expert slots of a rank under expert parallelism: balanced, and in the worst case."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from titan_moe.config.clones import num_clones
@@ -100,6 +101,7 @@ def layer_loads(recipe: Recipe) -> LayerLoads:
     return LayerLoads(recipe.model.num_moe_layers, rows, slots, worst_rows, worst_slots, largest=of_largest)
 
 
+@lru_cache(maxsize=64)
 def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:
     """The probability that random routing gives a token one of a rank's experts; 0 without experts."""
     if num_experts == 0:

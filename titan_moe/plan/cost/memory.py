@@ -11,7 +11,7 @@ from titan_moe.config.formats import FORMAT_FACTS
 from titan_moe.config.gemms import count_packed_experts, has_native_experts
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.modules import modules_of, parameters_of_an_expert
-from titan_moe.config.parallel import ParallelConfig, resolve
+from titan_moe.config.parallel import ParallelConfig, ParallelSizes, resolve
 from titan_moe.config.perf import PARKED_CHUNK_BYTES
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
@@ -98,31 +98,38 @@ def gathered_bytes(part: RankPart, *, has_gradients: bool = True) -> int:
     to its backward: those of all layers at once, unless something is recomputed. Without `has_gradients`, as in the
     first microbatch, none are accumulated yet. What is frozen is not gathered where a rank has it whole.
     """
-    recipe = part.recipe
-    sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
+    recipe, p = part.recipe, part.recipe.parallel
+    sizes, precision = resolve(p, part.world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
-    count = part.count
-    trained_dense, trained = count.trained_dense_of_a_rank, trained_experts_per_rank(recipe)
-    dense, experts = trained_dense, trained
-    if sizes.fsdp > 1:
-        dense = count.dense_of_a_rank - stored_numbers(part, of_experts=False)
-    if sizes.edp > 1:
-        experts = experts_per_rank(recipe) - stored_numbers(part, of_experts=True)
-    is_unsharded = sizes.experts_are_unsharded(precision)
+    trained, is_unsharded = trained_experts_per_rank(recipe), sizes.experts_are_unsharded(precision)
     copy = copied_bytes_of_a_parameter(recipe)
-    if not recipe.parallel.accumulate_unsharded:
-        again = recompute_of(recipe).of("block", "expert_weights") if recipe.parallel.pp == 1 else frozenset()
+    if not p.accumulate_unsharded:
+        again = recompute_of(recipe).of("block", "expert_weights") if p.pp == 1 else frozenset()
         number = recipe.model.num_moe_layers
         made_again = len(again.intersection(recipe.model.moe_layers))  # but those of one layer
         share = (number - max(made_again - 1, 0)) / max(number, 1)
         kept = share * trained * copy if is_unsharded else 0.0
-        kept += 0.0 if recipe.parallel.reshard_after_forward else dense * compute
-        kept += 0.0 if is_unsharded or recipe.parallel.reshard_experts_after_forward else experts * compute
+        kept += 0.0 if p.reshard_after_forward else _gathered_dense(part, sizes) * compute
+        kept += 0.0 if is_unsharded or p.reshard_experts_after_forward else _gathered_experts(part, sizes) * compute
         return round(kept) + replica_bytes_per_rank(recipe)
     of_gradients = reduce if has_gradients else 0
-    gathered = dense * compute + trained_dense * of_gradients
-    gathered += trained * copy if is_unsharded else experts * compute + trained * of_gradients
+    gathered = _gathered_dense(part, sizes) * compute + part.count.trained_dense_of_a_rank * of_gradients
+    gathered += trained * copy if is_unsharded else _gathered_experts(part, sizes) * compute + trained * of_gradients
     return round(gathered) + replica_bytes_per_rank(recipe)
+
+
+def _gathered_dense(part: RankPart, sizes: ParallelSizes) -> float:
+    """Dense parameters that FSDP gathers on a rank: all, or on one rank those that train."""
+    if sizes.fsdp == 1:
+        return part.count.trained_dense_of_a_rank
+    return part.count.dense_of_a_rank - stored_numbers(part, of_experts=False)
+
+
+def _gathered_experts(part: RankPart, sizes: ParallelSizes) -> float:
+    """The same of experts."""
+    if sizes.edp == 1:
+        return trained_experts_per_rank(part.recipe)
+    return experts_per_rank(part.recipe) - stored_numbers(part, of_experts=True)
 
 
 def copied_bytes_of_a_parameter(recipe: Recipe) -> float:
@@ -213,6 +220,8 @@ def temporary_bytes_per_rank(recipe: Recipe, layer_factor: float | None = None) 
 def assignment_bytes_of_pieces(recipe: Recipe) -> int:
     """Count the bytes of assignments that a layer in pieces keeps for backward, beyond a bounded layer: rows and scores
     of its slots, and slots of its rows, which over all pieces are those of the worst case. 0 without a bound."""
+    if not recipe.parallel.expert_layer_capacity_factor:
+        return 0
     worst = layer_loads(recipe)
     bounded = worst.bounded(recipe.parallel.expert_layer_capacity_factor)
     slots, rows = worst.worst_slots - bounded.worst_slots, worst.worst_rows - bounded.worst_rows

@@ -11,11 +11,11 @@ from titan_moe.plan.pipeline.parts import LAYERS_UNDER_WAY, RankPart
 
 def sent_bytes(recipe: Recipe) -> list[int]:
     """By layer, the bytes of a microbatch that the host keeps."""
-    offload, modules = offload_of(recipe), modules_of(recipe.model, recipe.parallel)
-    size = microbatch_tokens(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
-    layers = range(recipe.model.num_blocks)
+    offload, layers = offload_of(recipe), range(recipe.model.num_blocks)
     if not offload.layers:
         return [0] * len(layers)
+    modules = modules_of(recipe.model, recipe.parallel)
+    size = microbatch_tokens(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
     stay = layers[-LAYERS_UNDER_WAY:] if recipe.parallel.pp == 1 else ()
     names = {layer: [] if layer in stay else offload.names_of(layer) for layer in layers}
     return [round(size * sum(it.sent_with(names[layer]) for it in modules if it.is_in(layer))) for layer in layers]

@@ -17,7 +17,7 @@ loss is Triton's, which H100s and H200s take; PyTorch's needs more. Free memory 
 is counted in the pool of a CUDA graph alone, where no other tensor can use it (graph_pool.py).
 """
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from titan_moe.config.recompute import recompute_of
 from titan_moe.config.trainable import trains_head
 from titan_moe.plan.cost import muon
 from titan_moe.plan.cost.codes import numbers_bytes
-from titan_moe.plan.cost.graph_pool import FRAGMENTATION, other_streams_bytes, reduced_bytes
+from titan_moe.plan.cost.graph_pool import FRAGMENTATION, other_streams_bytes, reduced_bytes, sharded_experts
 from titan_moe.plan.cost.loads import layer_loads
 from titan_moe.plan.cost.memory import (
     arena_bytes_per_rank,
@@ -55,6 +55,7 @@ from titan_moe.plan.cost.offload import sent_bytes
 from titan_moe.plan.cost.replicated_grads import flat_copy_bytes
 from titan_moe.plan.cost.sharded_experts import Held, held_bytes
 from titan_moe.plan.pipeline.parts import LAYERS_UNDER_WAY, RankPart
+from titan_moe.plan.pipeline.slabs import ArenaSlabs
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 
 CHOICE_BYTES = 4
@@ -64,53 +65,99 @@ CHOICE_BYTES = 4
 def peak_bytes(part: RankPart, capacity_factor: float, experts: str = "fused") -> int:
     """Estimate the peak of a rank in bytes, with this implementation of the experts. If the capacity is "auto",
     `capacity_factor` is that of the load, with its margin."""
-    recipe, p, count = part.recipe, part.recipe.precision, part.count
-    dtypes = (p.compute, p.reduce, p.gradients_dtype)
-    compute, reduce, gradient = (BYTES_OF_DTYPE[dtype] for dtype in dtypes)
-    is_once, sizes = recipe.parallel.accumulate_unsharded, resolve(recipe.parallel, part.world_size)
-    has_copies = sizes.experts_are_unsharded(p)
-    is_first = num_microbatches(recipe, part.world_size) == 1  # and the last: nothing is accumulated before
-    gradients = trained_of(part) * gradient
-    state = state_bytes(part) - gradients
-    sent = sent_bytes(recipe)
-    arena = arena_bytes_per_rank(recipe, capacity_factor, part.slabs) if part.has_arena(experts) else 0
-    # what FSDP gathers for all of forward and backward, and reduces after it
-    of_root = (count["embedding"] + count["head"]) / recipe.parallel.tp
-    reduced_root = of_root
-    if not count.all_train:
-        root = (it for it in count.modules if it.region in ("embedding", "head"))
-        reduced_root = sum(count.num_trained(it) * it.parameters for it in root) / recipe.parallel.tp
-        of_root = of_root if sizes.fsdp > 1 else reduced_root  # what is frozen and not sharded is not gathered
-    of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
-    loss = _loss_bytes(recipe) if part.has_head else 0
-    of_head = (count["head"] or count["embedding"]) / recipe.parallel.tp * compute if part.has_head else 0
-    kept = 0 if part.has_arena(experts) else _expert_elements(recipe, capacity_factor) * compute
-    held = held_bytes(part, kept / max(recipe.model.num_moe_layers, 1), has_sums=is_once and not is_first)
-    temporary = of_head + _temporary_bytes(recipe, capacity_factor, held, has_arena=part.has_arena(experts))
-    delayed = part.num_delayed * _delayed_bytes(part, capacity_factor, experts)
-    num_kept = _num_kept(part, experts)
+    peak = RankPeak(part, capacity_factor, experts)
+    return peak.bytes_with(peak.microbatch(part.recipe), part.slabs)
 
-    has_all = is_once or not recipe.parallel.reshard_after_forward
-    begin = gathered_bytes(part, has_gradients=not is_first) + (0 if has_all else of_root * compute)
-    begin += delayed + num_kept * of_one + sum(sent[-LAYERS_UNDER_WAY:]) + max(loss, temporary + held.ahead)
-    if not is_first:  # sums of the microbatches before; unsharded ones are gathered
-        of_shards = trained_of(part) * (reduce if sums_replicas_once(recipe) else gradient)
-        begin += of_shards if not is_once else trained_experts_per_rank(recipe) * gradient if has_copies else 0
 
-    are_kept = is_once or recipe.parallel.pp > 1
-    copies = trained_experts_per_rank(recipe) * copied_bytes_of_a_parameter(recipe) if has_copies else 0
-    of_first = copies if are_kept else copies / max(recipe.model.num_moe_layers, 1)  # whose backward they last for
-    copies = copies if are_kept else 0
-    accumulated = reduce if is_once and not is_first else 0
-    end = gradients + delayed + temporary + of_first + of_root * compute + reduced_root * accumulated
-    end += max(num_kept - 1, 0) * of_one + sum(sent[:LAYERS_UNDER_WAY])  # of the others in flight, and on the way back
-    reductions = copies + reduced_root * (reduce + (accumulated or compute))
-    after = gradients + max(reductions, flat_copy_bytes(part), window_bytes(part), muon.temporary_bytes(part))
-    if recipe.compile.cudagraph == "off":
-        return round(state + arena + max(begin, end, after))
-    has_sums, reduced = not (is_once or is_first), reduced_bytes(part)
-    on_main_stream = max(begin - has_sums * reduced, end - reduced, after - reduced)
-    return round(state + arena + (1 + FRAGMENTATION) * on_main_stream + other_streams_bytes(part))
+class Microbatch(NamedTuple):
+    """What a microbatch takes on a rank, by what the rank computes again."""
+
+    recipe: Recipe
+    """In which the model has only the layers of the rank, with what is computed again."""
+    kept: int
+    """Bytes that all layers keep for backward, without the arena."""
+    temporary: float
+    """Bytes of the temporaries of the layer that has most."""
+    ahead: float
+    """Bytes of a layer's experts that are gathered meanwhile."""
+
+
+class RankPeak:
+    """The peak of a rank, whatever it computes again: all that this leaves as it is is counted once."""
+
+    def __init__(self, part: RankPart, capacity_factor: float, experts: str) -> None:
+        recipe, p, count = part.recipe, part.recipe.precision, part.count
+        dtypes = (p.compute, p.reduce, p.gradients_dtype)
+        compute, reduce, gradient = (BYTES_OF_DTYPE[dtype] for dtype in dtypes)
+        is_once, sizes = recipe.parallel.accumulate_unsharded, resolve(recipe.parallel, part.world_size)
+        has_copies = sizes.experts_are_unsharded(p)
+        is_first = num_microbatches(recipe, part.world_size) == 1  # and the last: nothing is accumulated before
+        gradients, experts_of_rank = trained_of(part) * gradient, trained_experts_per_rank(recipe)
+        sent = sent_bytes(recipe)
+        # what FSDP gathers for all of forward and backward, and reduces after it
+        of_root = (count["embedding"] + count["head"]) / recipe.parallel.tp
+        reduced_root = of_root
+        if not count.all_train:
+            root = (it for it in count.modules if it.region in ("embedding", "head"))
+            reduced_root = sum(count.num_trained(it) * it.parameters for it in root) / recipe.parallel.tp
+            of_root = of_root if sizes.fsdp > 1 else reduced_root  # what is frozen and not sharded is not gathered
+        delayed = part.num_delayed * _delayed_bytes(part, capacity_factor, experts)
+        self.part, self.factor, self.has_arena = part, capacity_factor, part.has_arena(experts)
+        self.num_kept = _num_kept(part, experts)
+        self.loss = _loss_bytes(recipe) if part.has_head else 0
+        self.of_head = (count["head"] or count["embedding"]) / recipe.parallel.tp * compute if part.has_head else 0
+
+        self.sharded, self.has_sums = sharded_experts(part), is_once and not is_first
+        self.is_first, self.gathered = is_first, gathered_bytes(part, has_gradients=not is_first)
+        has_all = is_once or not recipe.parallel.reshard_after_forward
+        self.begin = delayed + sum(sent[-LAYERS_UNDER_WAY:]) + (0 if has_all else of_root * compute)
+        if not is_first:  # sums of the microbatches before; unsharded ones are gathered
+            of_shards = trained_of(part) * (reduce if sums_replicas_once(recipe) else gradient)
+            self.begin += of_shards if not is_once else experts_of_rank * gradient if has_copies else 0
+
+        are_kept = is_once or recipe.parallel.pp > 1
+        copies = experts_of_rank * copied_bytes_of_a_parameter(recipe) if has_copies else 0
+        of_first = copies if are_kept else copies / max(recipe.model.num_moe_layers, 1)  # whose backward they last for
+        copies = copies if are_kept else 0
+        accumulated = reduce if is_once and not is_first else 0
+        self.end = gradients + delayed + of_first + of_root * compute + reduced_root * accumulated
+        self.end += sum(sent[:LAYERS_UNDER_WAY])  # on the way back
+        reductions = copies + reduced_root * (reduce + (accumulated or compute))
+        self.after = gradients + max(reductions, flat_copy_bytes(part), window_bytes(part), muon.temporary_bytes(part))
+
+        self.resident, self.share = state_bytes(part) - gradients, 1.0
+        if recipe.compile.cudagraph != "off":
+            reduced = reduced_bytes(part)
+            self.begin -= reduced if not (is_once or is_first) else 0
+            self.end, self.after = self.end - reduced, self.after - reduced
+            self.resident, self.share = self.resident + other_streams_bytes(part), 1 + FRAGMENTATION
+
+    def microbatch(self, recipe: Recipe) -> Microbatch:
+        """A microbatch, with what this recipe of the rank's layers computes again."""
+        kept = _activation_bytes(recipe, self.factor, has_arena=self.has_arena)
+        held = self._held_of_experts(recipe)
+        temporary = _temporary_bytes(recipe, self.factor, held, has_arena=self.has_arena)
+        return Microbatch(recipe, kept, temporary, held.ahead)
+
+    def _held_of_experts(self, recipe: Recipe) -> Held:
+        """What is held of a layer's experts where FSDP shards them."""
+        if self.sharded is None:
+            return Held()
+        kept = 0 if self.has_arena else _expert_elements(recipe, self.factor)
+        kept_of_one = kept * BYTES_OF_DTYPE[recipe.precision.compute] / max(recipe.model.num_moe_layers, 1)
+        return held_bytes(self.part, self.sharded, kept_of_one, has_sums=self.has_sums)
+
+    def bytes_with(self, microbatch: Microbatch, slabs: ArenaSlabs | None) -> int:
+        """The peak with such microbatches, and the slabs that these need."""
+        recipe, kept, temporary, ahead = microbatch
+        temporary += self.of_head
+        arena = arena_bytes_per_rank(recipe, self.factor, slabs) if self.has_arena else 0
+        gathered = self.gathered
+        if self.part.run is None:  # in a pipeline it is the same, whatever is computed again
+            gathered = gathered_bytes(replace(self.part, recipe=recipe), has_gradients=not self.is_first)
+        begin = self.begin + gathered + self.num_kept * kept + max(self.loss, temporary + ahead)
+        end = self.end + temporary + max(self.num_kept - 1, 0) * kept  # of the others in flight
+        return round(self.resident + arena + self.share * max(begin, end, self.after))
 
 
 def graph_bytes(part: RankPart, capacity_factor: float = 1.0, experts: str = "fused") -> int:
@@ -140,13 +187,13 @@ def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     element = BYTES_OF_DTYPE[recipe.precision.compute]
     blocks, modules = again.layers.get("block", frozenset()), modules_of(m, recipe.parallel)
     of_token = float(len(blocks) * m.hidden_size)
+    apart = {name: layers - blocks for name, layers in again.layers.items() if name != "block"}
     for module in modules:
-        if not module.layers:
-            of_token += module.number * module.kept
-            continue
-        of_token += module.kept * sum(layer not in blocks for layer in module.layers)
-        for name, elements in module.freed:
-            of_token -= elements * len(again.layers.get(name, frozenset()).intersection(module.layers) - blocks)
+        layers = module.layers or ()
+        of_token += module.kept * (module.number - len(blocks.intersection(layers)))
+        of_token -= sum(
+            number * len(apart[name].intersection(layers)) for name, number in module.freed if name in apart
+        )
     choices = len(blocks.intersection(m.moe_layers)) * m.moe.top_k * CHOICE_BYTES
     of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
     of_token += _clip_elements(recipe) + _code_elements(recipe)
@@ -261,7 +308,7 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
 def _temporary_bytes(recipe: Recipe, capacity_factor: float, held: Held, *, has_arena: bool) -> float:
     """Bytes of the temporaries of the layer that has most, in backward; with those that it computes again."""
     m, num_tokens, element = recipe.model, microbatch_tokens(recipe), BYTES_OF_DTYPE[recipe.precision.compute]
-    gradients, again = Counter[str](), recompute_of(recipe).layers
+    gradients, again = defaultdict[str, int](int), recompute_of(recipe).layers
     for module in modules_of(m, recipe.parallel):
         gradients[module.region] += (module.gradients + module.freed_by(again)) if module.number else 0
     most: float = max(gradients.values()) * num_tokens * element
@@ -288,10 +335,11 @@ def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
         elements += m.hidden_size * microbatch_tokens(recipe)
     if "block" in again.layers:
         modules = modules_of(m, recipe.parallel)
-        of_layers = Counter[int]()
+        of_layers = [0] * m.num_blocks
         for it in modules:
-            of_layers.update(dict.fromkeys(it.layers or (), it.kept))
-        elements += max(of_layers.values(), default=0) * microbatch_tokens(recipe)
+            for layer in it.layers or ():
+                of_layers[layer] += it.kept
+        elements += max(of_layers, default=0) * microbatch_tokens(recipe)
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
 

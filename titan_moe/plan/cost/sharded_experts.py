@@ -8,7 +8,7 @@ then freed.
 from typing import NamedTuple
 
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.plan.cost.graph_pool import sharded_experts
+from titan_moe.plan.cost.graph_pool import Group
 from titan_moe.plan.pipeline.parts import RankPart
 
 
@@ -23,12 +23,10 @@ class Held(NamedTuple):
     """After the backward the gradients and their message, less what is freed."""
 
 
-def held_bytes(part: RankPart, kept: float, *, has_sums: bool) -> Held:
-    """Count them. A layer's experts have `kept` so many bytes for backward. With `has_sums` gradients are added to
-    sums, which are counted as gathered."""
-    layer, p, precision = sharded_experts(part), part.recipe.parallel, part.recipe.precision
-    if layer is None:
-        return Held()
+def held_bytes(part: RankPart, layer: Group, kept: float, *, has_sums: bool) -> Held:
+    """Count them, of a layer's experts, which have `kept` so many bytes for backward. With `has_sums` gradients are
+    added to sums, which are counted as gathered."""
+    p, precision = part.recipe.parallel, part.recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     whole, gradients = layer.parameters * compute, layer.trained * (reduce + (0 if has_sums else compute))
     if p.accumulate_unsharded or not p.reshard_experts_after_forward:  # there already

@@ -14,6 +14,7 @@ Kind = Literal[
     "receive_gradient",
 ]
 
+MESSAGES = frozenset({"send_activation", "receive_activation", "send_gradient", "receive_gradient"})
 BACKWARDS = "backward", "backward_input"
 """The actions that compute gradients of activations."""
 KEPT_SENDS = 4
@@ -30,7 +31,7 @@ class Action(NamedTuple):
     @property
     def is_message(self) -> bool:
         """Whether it sends or receives."""
-        return self.kind.startswith(("send", "receive"))
+        return self.kind in MESSAGES
 
     @property
     def delays(self) -> bool:
@@ -61,7 +62,11 @@ def actions_in(listed: Action | Pair) -> tuple[Action, ...]:
 
 def flat(actions: Iterable[Action | Pair]) -> Iterator[Action]:
     """All actions, with those of a pair one after the other."""
-    return (action for listed in actions for action in actions_in(listed))
+    for listed in actions:
+        if isinstance(listed, Action):
+            yield listed
+        else:
+            yield from listed
 
 
 def needs_of(action: Action, known: Collection[Action], last_stage: int) -> list[Action]:

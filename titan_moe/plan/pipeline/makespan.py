@@ -5,9 +5,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.plan.pipeline.action import Action, actions_in, needs_of
+from titan_moe.plan.pipeline.action import Action, actions_in
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import Times
+
+Message = tuple[str, int, int]
+"""The action that receives it."""
+SENT = {"send_activation": ("receive_activation", 1), "send_gradient": ("receive_gradient", -1)}
+"""What receives a message, and on which stage, from that of the sender."""
+WAITS_FOR = {"forward": "receive_activation", "backward": "receive_gradient", "backward_input": "receive_gradient"}
 
 
 class _Step(NamedTuple):
@@ -54,40 +60,36 @@ def _duration(times: Times, kind: str, stage: int) -> float:
 
 @lru_cache(maxsize=64)
 def _order_of(schedule: str, pp: int, vpp: int, number: int, has_pairs: bool) -> _Order:
-    """The steps of all ranks, without messages. A pair is two steps, of which the first one has the needs of both."""
-    listed = actions_of(schedule, pp, vpp, number, has_pairs=has_pairs)
-    actions = {action for of_rank in listed for each in of_rank for action in actions_in(each)}
-    last_stage = max(action.stage for action in actions)
+    """The steps of all ranks. A pair is two steps, of which the first one has the needs of both. Messages take no time:
+    one leaves after what its rank did before, and is waited for where it is needed."""
+    lists = [map(actions_in, listed) for listed in actions_of(schedule, pp, vpp, number, has_pairs=has_pairs)]
     kinds: dict[tuple[str, int], int] = {}
-    at: dict[object, int] = {}
     steps: list[_Step] = []
-    last = [-1] * len(listed)  # steps of the ranks
-    heads = [0] * len(listed)
-    waited: list[tuple[Action, ...]] = [()] * len(listed)  # what the heads need that is not there yet
-    progressed = True
-    while progressed:
-        progressed = False
-        for rank, of_rank in enumerate(listed):
-            while heads[rank] < len(of_rank):
-                if not all(need in at for need in waited[rank]):
+    last = [-1] * pp  # steps of the ranks
+    expected, sent = set[Message](), dict[Message, int]()  # by the receiver; sent ones with the step before
+    heads: list[tuple[Action, ...]] = [()] * pp  # what ranks have come to
+    waiting, ready = dict[Message, int](), list(range(pp))  # ranks, by what they wait for, and others
+    while ready:
+        rank = ready.pop()
+        while own := heads[rank] or next(lists[rank], ()):
+            heads[rank] = own
+            kind, stage, microbatch = own[0]
+            if kind in SENT:
+                way, step = SENT[kind]
+                message = way, stage + step, microbatch
+                sent[message] = last[rank]
+                if message in waiting:
+                    ready.append(waiting.pop(message))
+            elif own[0].is_message:
+                expected.add(own[0])
+            else:
+                messages = [it for one in own if (it := (WAITS_FOR.get(one[0], ""), *one[1:])) in expected]
+                if missing := [it for it in messages if it not in sent]:
+                    waiting[missing[0]] = rank
                     break
-                own = actions_in(of_rank[heads[rank]])
-                if own[0].is_message:  # waits for nothing but what its rank did before, and takes no time
-                    at[own[0]] = last[rank]
-                    heads[rank] += 1
-                    progressed = True
-                    continue
-                needed = waited[rank] or tuple(need for one in own for need in needs_of(one, actions, last_stage))
-                if not all(need in at for need in needed):
-                    waited[rank] = needed
-                    break
-                needs = tuple(at[need] for need in needed)
-                for number_of, one in enumerate(own):
-                    kind = kinds.setdefault((one.kind, one.stage), len(kinds))
-                    steps.append(_Step(rank, kind, () if number_of else needs))
+                for one in own:
+                    needs = tuple(sent[it] for it in messages) if one is own[0] else ()
+                    steps.append(_Step(rank, kinds.setdefault((one.kind, one.stage), len(kinds)), needs))
                 last[rank] = len(steps) - 1
-                at |= dict.fromkeys(own, last[rank])  # both results of a pair are there at its end
-                heads[rank] += 1
-                waited[rank] = ()
-                progressed = True
+            heads[rank] = ()
     return _Order(tuple(kinds), tuple(steps))

@@ -1,6 +1,6 @@
 """The part of a run on each pipeline rank: its layers, and the number of microbatches in flight."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -51,10 +51,39 @@ class RankPart:
     """The slabs of the rank's arena; None without a pipeline."""
     run: Recipe | None = None
     """The recipe with all layers; None without a pipeline."""
+    rank: int = 0  # of the pipeline
+    stages: Mapping[int, Sequence[int]] | None = None
+    """By stage of the rank the numbers of its layers in the run; None without a pipeline."""
 
     def has_arena(self, experts: str) -> bool:
         """Whether ranks have an arena with this implementation of the experts: all of a pipeline, or none."""
         return has_arena(self.run or self.recipe, experts)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The numbers of its layers in the run."""
+        if self.stages is None:
+            return list(range(self.recipe.model.num_blocks))
+        return [layer for of_stage in self.stages.values() for layer in of_stage]
+
+    @cached_property
+    def _moe_layers(self) -> dict[int, frozenset[int]]:
+        """By stage, those with experts."""
+        of_moe = frozenset((self.run or self.recipe).model.moe_layers)
+        return {at: of_moe.intersection(layers) for at, layers in (self.stages or {}).items()}
+
+    def own_entries(self, again: PartsByLayer) -> tuple[str, ...]:
+        """What is computed again of its layers, by their numbers among these alone, if `again` is of the run."""
+        return _own_entries(again, self.layers)
+
+    def slabs_with(self, again: PartsByLayer) -> ArenaSlabs | None:
+        """The slabs of its arena, in the same way."""
+        if self.run is None:
+            return None
+        without_rows, without_hidden = again.of("experts"), again.of("experts", "moe_act")
+        with_rows = {at: len(layers - without_rows) for at, layers in self._moe_layers.items()}
+        with_hidden = {at: len(layers - without_hidden) for at, layers in self._moe_layers.items()}
+        return arena_slabs(self.run, self.rank, self.world_size, with_rows, with_hidden)
 
     @cached_property
     def count(self) -> ParameterCount:
@@ -69,7 +98,8 @@ def _count(
     model: ModelConfig, parallel: ParallelConfig, patterns: Patterns, has_embedding: bool, has_head: bool
 ) -> ParameterCount:
     has_embedding = has_embedding or model.mtp.num_layers > 0  # which embeds tokens again
-    model = replace(model, embeddings_are_tied=model.embeddings_are_tied and has_embedding)
+    if model.embeddings_are_tied and not has_embedding:
+        model = replace(model, embeddings_are_tied=False)
     lacks = [] if has_embedding else ["embed"]
     lacks += [] if has_head else ["norm", "head"]
     kept = tuple(module for module in modules_of(model, parallel) if module.path not in lacks)
@@ -92,26 +122,24 @@ def part_of(recipe: Recipe, world_size: int, rank: int) -> RankPart:
 def _part(recipe: Recipe, world_size: int, rank: int, stages: Mapping[int, Iterable[str]]) -> RankPart:
     """The part of a pipeline rank with these stages."""
     p, model, names = recipe.parallel, recipe.model, [name for stage in stages.values() for name in stage]
-    layers, moe_layers = _layers(names), model.moe_layers
-    sizes = {number: float(len(_layers(stage))) for number, stage in stages.items()}
+    layers, of_stages = _layers(names), {at: _layers(stage) for at, stage in stages.items()}
+    sizes = {at: float(len(of_stage)) for at, of_stage in of_stages.items()}
     experts = (module for module in gemm_modules(model) if module.part == "experts")
     delays = splits_backward(recipe) and any(obstacle_of(recipe, module) is None for module in experts)
     under_way = _under_way(p, few_microbatches(recipe, world_size), rank, tuple(sizes.items()), delays=delays)
-    of_stages = {at: [layer for layer in _layers(stage) if layer in moe_layers] for at, stage in stages.items()}
-    again = recompute_of(recipe)
-    with_rows = {at: len(set(own) - again.of("experts")) for at, own in of_stages.items()}
-    with_hidden = {at: len(set(own) - again.of("experts", "moe_act")) for at, own in of_stages.items()}
     of_precision, of_memory = _precision_of(recipe, layers), _memory_of(recipe, layers)
     own = replace(recipe, model=_with_layers(model, tuple(layers)), precision=of_precision, memory=of_memory)
-    return RankPart(
+    part = RankPart(
         replace(own, optim=_optim_of(recipe, layers)),
         world_size,
         "embed" in names,
         "head" in names,
         **under_way,
-        slabs=arena_slabs(recipe, rank, world_size, with_rows, with_hidden),
         run=recipe,
+        rank=rank,
+        stages=of_stages,
     )
+    return replace(part, slabs=part.slabs_with(recompute_of(recipe)))
 
 
 @lru_cache(maxsize=4096)
@@ -168,15 +196,16 @@ def _optim_of(recipe: Recipe, layers: list[int]) -> OptimConfig:
 
 
 def _memory_of(recipe: Recipe, layers: list[int]) -> MemoryConfig:
-    """What is computed again of some layers, and what the host keeps, by their numbers among these alone."""
+    """What is computed again of some layers, and what the host keeps."""
+    parts = recompute_of(recipe), offload_of_stages(recipe)
+    recompute, offload = (_own_entries(of_run, layers) for of_run in parts)
+    return replace(recipe.memory, recompute=recompute, offload=offload)
 
-    def own(parts: PartsByLayer) -> tuple[str, ...]:
-        numbers = {
-            name: [layers.index(layer) for layer in layers if layer in chosen] for name, chosen in parts.layers.items()
-        }
-        return entries_of(numbers, len(layers))
 
-    return replace(recipe.memory, recompute=own(recompute_of(recipe)), offload=own(offload_of_stages(recipe)))
+def _own_entries(parts: PartsByLayer, layers: list[int]) -> tuple[str, ...]:
+    """The entries of parts of some layers, by their numbers among these alone."""
+    numbers = {name: [at for at, layer in enumerate(layers) if layer in own] for name, own in parts.layers.items()}
+    return entries_of(numbers, len(layers))
 
 
 def offload_of_stages(recipe: Recipe) -> PartsByLayer:

@@ -160,10 +160,11 @@ class _Rank:
         """Begin what is next, if the rank is free and something can run."""
         if self.running:
             return
-        self.running = self._next(ended)
-        self.end_time = now + sum(DURATION.get(action.kind, 1) for action in self.running)
+        self.running, self.end_time = self._next(ended), now
         self.actions += [Pair(*self.running)] if len(self.running) == 2 else self.running
-        self.num_in_flight += sum((action.kind == "forward") - action.frees for action in self.running)
+        for action in self.running:
+            self.end_time += DURATION.get(action.kind, 1)
+            self.num_in_flight += (action.kind == "forward") - action.frees
 
     def _next(self, ended: set[Action]) -> tuple[Action, ...]:
         if self.order and all(_can_begin(action, ended, self.num_stages - 1) for action in self.order[0]):

@@ -115,9 +115,10 @@ def max_held(
     """The most that a rank keeps at once, if a microbatch of a stage has this size; stages without one have none. A
     pair keeps both of its microbatches."""
     held = most = 0.0
-    for action in flat(actions):
-        held += size_of.get(action.stage, 0.0) * changes.get(action.kind, 0)
-        most = max(most, held)
+    for kind, stage, _ in flat(actions):
+        if kind in changes:
+            held += size_of.get(stage, 0.0) * changes[kind]
+            most = max(most, held)
     return most
 
 

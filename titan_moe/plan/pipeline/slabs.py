@@ -9,6 +9,9 @@ from titan_moe.plan.pipeline.schedules import measure_rank
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 from titan_moe.plan.pipeline.weight_grads import splits_backward
 
+FEWEST = 6
+"""Microbatches after which 2 ranks have as many sent messages as ever."""
+
 
 class ArenaSlabs(NamedTuple):
     """How an arena is divided (kernels/experts/arena.py)."""
@@ -38,6 +41,6 @@ def arena_slabs(
 
 
 def few_microbatches(recipe: Recipe, world_size: int) -> int:
-    """The microbatches of a step, or fewer with as many in flight."""
+    """The microbatches of a step, or fewer with as many in flight, and as many messages."""
     number, pp = num_microbatches(recipe, world_size), recipe.parallel.pp
-    return min(number, 4 * pp + number % pp)
+    return min(number, max(2 * pp, FEWEST) + number % pp)
