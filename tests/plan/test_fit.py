@@ -10,6 +10,7 @@ from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.recompute import with_entries
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.choice.hardware import find_hardware, gpus_here
+from titan_moe.plan.choice.kernels import as_run_on
 from titan_moe.plan.choice.recompute import choose_recompute, is_auto
 from titan_moe.plan.cost.memory import shared_bytes_per_rank
 from titan_moe.plan.fit import CHANGES
@@ -116,8 +117,10 @@ def _as_text(value: object) -> str:
 
 def peak_of(recipe: Recipe, num_ranks: int, gpu: str = "H100") -> float:
     hardware = find_hardware(gpu)
+    recipe = as_run_on(recipe, num_ranks, hardware)
     if is_auto(recipe) and hardware:
-        recipe = with_entries(recipe, choose_recompute(recipe, num_ranks, hardware).entries)
+        entries = choose_recompute(recipe, num_ranks, hardware).entries
+        recipe = as_run_on(with_entries(recipe, entries), num_ranks, hardware)
     peak = Resolved(recipe, num_ranks).peak_bytes(1.125) + shared_bytes_per_rank(recipe)
     return peak / 2**30
 

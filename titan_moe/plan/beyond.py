@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titan_moe.config.clones import resolve_clones
 from titan_moe.config.recompute import with_entries
 from titan_moe.config.rules import check_rules
 from titan_moe.plan.choice.hardware import find_hardware
+from titan_moe.plan.choice.kernels import as_run_on
 from titan_moe.plan.cost.rates import rates_of
 from titan_moe.plan.cost.step_time import Prediction, predict
 from titan_moe.plan.resolved import Resolved
@@ -21,17 +21,18 @@ def describe_beyond(found: Found, world_size: int, gpu: str) -> Iterator[str]:
     now, p = found.prediction, found.recipe.parallel
     twice = found.recipe if p.dp_shard == -1 else replace(found.recipe, parallel=replace(p, dp_shard=2 * p.dp_shard))
     if not check_rules(twice, 2 * world_size):
-        then = predict(_resolved(replace(found, recipe=twice), 2 * world_size), now.rates)
+        then = predict(_resolved(replace(found, recipe=twice), 2 * world_size, gpu), now.rates)
         yield f"the same layout on {2 * world_size:,} x {gpu}: {_in_words(then, now, 2)}"
     other = next((NEXT[name] for name in NEXT if find_hardware(name) == find_hardware(gpu)), None)
     if other and (rates := rates_of(other)):
         sheet = "" if rates.is_measured else ", by its data sheet"
-        then = predict(_resolved(found, world_size), rates)
+        then = predict(_resolved(found, world_size, other), rates)
         yield f"the same layout on {world_size:,} x {other}{sheet}: {_in_words(then, now, 1)}"
 
 
-def _resolved(found: Found, world_size: int) -> Resolved:
-    return Resolved(resolve_clones(with_entries(found.recipe, found.entries), world_size), world_size)
+def _resolved(found: Found, world_size: int, gpu: str) -> Resolved:
+    recipe = with_entries(found.recipe, found.entries)
+    return Resolved(as_run_on(recipe, world_size, find_hardware(gpu)), world_size)
 
 
 def _in_words(then: Prediction, now: Prediction, times: int) -> str:

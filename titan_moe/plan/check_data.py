@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from titan_moe.config.clones import resolve_clones
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import planning
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import with_entries
 from titan_moe.plan.choice.hardware import find_hardware, gpus_here
+from titan_moe.plan.choice.kernels import as_run_on
 from titan_moe.plan.choice.recompute import choose_recompute, is_auto
 from titan_moe.plan.cost.count import count_parameters, training_flops_per_token
 from titan_moe.plan.cost.memory import arena_bytes_per_rank
@@ -23,11 +23,12 @@ def check_data(recipe: Recipe, world_size: int, gpu: str | None = None) -> dict[
     speed of runs on CPUs, and of a model class of the user's without a table, are null."""
     found: dict[str, Any] = {"name": recipe.model.name, "num_ranks": world_size, "breaches": []}
     device = gpu or next(iter(gpus_here()), "H100")
-    recipe, hardware = resolve_clones(recipe, world_size), find_hardware(device)
+    hardware = find_hardware(device)
+    recipe = as_run_on(recipe, world_size, hardware)
     if is_auto(recipe):
         is_known = hardware is not None and recipe.run.device != "cpu"
         entries = choose_recompute(recipe, world_size, hardware).entries if hardware and is_known else ()
-        recipe = resolve_clones(with_entries(recipe, entries), world_size)
+        recipe = as_run_on(with_entries(recipe, entries), world_size, hardware)
     resolved = Resolved(recipe, world_size)
     found |= {"shape": _shape(resolved), "layout": {name: getattr(recipe.parallel, name) for name in FIELDS}}
     found["recompute"] = list(recipe.memory.recompute)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain, repeat
 
 from titan_moe.config.arena import bounds_layers, why_no_arena
-from titan_moe.config.clones import resolve_clones, why_no_clones
+from titan_moe.config.clones import why_no_clones
 from titan_moe.config.experimental import describe_experimental
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import assumes_nodes, planning, ranks_of_a_node
@@ -19,7 +19,7 @@ from titan_moe.config.ways_out import Search
 from titan_moe.plan.choice.formats import FASTER_FROM, choose_formats, describe_formats
 from titan_moe.plan.choice.hardware import dotted, find_hardware, gpus_here
 from titan_moe.plan.choice.kernel_table import read_tables
-from titan_moe.plan.choice.kernels import FUSED_WINS, describe_kernels, resolve_kernels
+from titan_moe.plan.choice.kernels import FUSED_WINS, as_run_on, describe_kernels, resolve_kernels
 from titan_moe.plan.choice.recompute import Choice, choose_recompute, is_auto
 from titan_moe.plan.cost.count import ParameterCount, count_parameters, describe_trained, training_flops_per_token
 from titan_moe.plan.cost.hugging_face import describe_weights
@@ -47,9 +47,10 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
     """Describe a recipe that passed its rules. Its peak of memory is compared with that of `gpu`, a known one; by
     default with the GPUs of this machine, or else with the measured ones."""
     devices = [gpu] if gpu else gpus_here() or list(read_tables())
-    as_given, recipe = recipe, resolve_clones(recipe, world_size)
+    hardware = find_hardware(devices[0]) if len(devices) == 1 else None
+    as_given, recipe = recipe, as_run_on(recipe, world_size, hardware)
     again = _recompute(recipe, world_size, devices)
-    recipe = resolve_clones(with_entries(recipe, again[1].entries) if again else recipe, world_size)
+    recipe = as_run_on(with_entries(recipe, again[1].entries) if again else recipe, world_size, hardware)
     resolved = Resolved(recipe, world_size)
     recipe = resolved.recipe
     rows = [
@@ -74,7 +75,7 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
         *_labelled("", describe_accumulation(resolved)),
         *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
-        *_kernel_rows(recipe, world_size),
+        *_kernel_rows(as_given, world_size),
     ]
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
 
@@ -314,9 +315,10 @@ def _fit_rows(recipe: Recipe, world_size: int, gpu: str | None, devices: list[st
 
         def need(changed: Recipe, num_ranks: int, device: str = device) -> float:
             """GiB of the peak, of all ranks on a GPU."""
-            changed = resolve_clones(changed, num_ranks)
+            hardware = find_hardware(device)
+            changed = as_run_on(changed, num_ranks, hardware)
             if again := _recompute(changed, num_ranks, [device]):
-                changed = resolve_clones(with_entries(changed, again[1].entries), num_ranks)
+                changed = as_run_on(with_entries(changed, again[1].entries), num_ranks, hardware)
             return changed.run.ranks_per_gpu * _peak_gib(Resolved(changed, num_ranks))
 
         lines += warn_of_excess(recipe, world_size, need, [device])

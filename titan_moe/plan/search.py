@@ -15,11 +15,11 @@ from itertools import count, islice
 from types import MappingProxyType
 from typing import NamedTuple
 
-from titan_moe.config.clones import resolve_clones
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import AUTO, with_entries
 from titan_moe.config.rules import rules_of
 from titan_moe.plan.choice.hardware import Hardware, find_hardware
+from titan_moe.plan.choice.kernels import as_run_on
 from titan_moe.plan.choice.peaks import GROWN_FACTOR
 from titan_moe.plan.choice.recompute import choose_recompute
 from titan_moe.plan.cost.rates import Rates, rates_of
@@ -130,7 +130,7 @@ class _Search:
         self.fixed, self.limit = fixed, hardware.free_gib(recipe.run.ranks_per_gpu)
         self.smallest: dict[Candidate, Candidate] = {}
         self.bounds = Bounds(recipe, world_size, rates, self.limit)
-        self.trials = Trials(recipe, world_size, self.limit, self.smallest)
+        self.trials = Trials(recipe, world_size, hardware, self.smallest)
         self.num_candidates = 0
 
     def run(self, top: int) -> Result:
@@ -183,14 +183,17 @@ class _Search:
         """A candidate with what "auto" computes again; None if a pipeline rank does not fit after all."""
         recipe, entries = tried.recipe, tried.entries
         if entries and AUTO in self.recipe.memory.recompute:
-            choice = choose_recompute(resolve_clones(recipe, self.world_size), self.world_size, self.hardware)
+            choice = choose_recompute(self._as_run(recipe), self.world_size, self.hardware)
             entries = choice.entries
         resolved, prediction = self._predicted(candidate, recipe, entries)
         gib = self._peak_gib(resolved)
         return Found(candidate, recipe, resolved, prediction, gib, entries) if gib <= self.limit else None
 
     def _resolved(self, recipe: Recipe, entries: tuple[str, ...]) -> Resolved:
-        return Resolved(resolve_clones(with_entries(recipe, entries), self.world_size), self.world_size)
+        return Resolved(self._as_run(with_entries(recipe, entries)), self.world_size)
+
+    def _as_run(self, recipe: Recipe) -> Recipe:
+        return as_run_on(recipe, self.world_size, self.hardware)
 
     def _peak_gib(self, resolved: Resolved) -> float:
         """Of all pipeline ranks."""

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from titan_moe.config.clones import resolve_clones
+from titan_moe.config.perf import PerfConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import AUTO, recompute_of, with_entries
 from titan_moe.config.rules import check_rules
+from titan_moe.plan.choice.hardware import Hardware
+from titan_moe.plan.choice.kernels import as_run_on
 from titan_moe.plan.choice.peaks import Peaks
 from titan_moe.plan.search_space import Candidate
 
@@ -37,13 +39,13 @@ class Tried(NamedTuple):
 
 
 class Trials:
-    """Of a recipe on so many ranks, each with so many GiB for a step. `smallest` has the candidate of each family with
-    the smallest microbatch."""
+    """Of a recipe on so many GPUs. `smallest` has the candidate of each family with the smallest microbatch."""
 
     def __init__(
-        self, recipe: Recipe, world_size: int, limit_gib: float, smallest: Mapping[Candidate, Candidate]
+        self, recipe: Recipe, world_size: int, hardware: Hardware, smallest: Mapping[Candidate, Candidate]
     ) -> None:
-        self.recipe, self.world_size, self.limit, self.smallest = recipe, world_size, limit_gib, smallest
+        self.recipe, self.world_size, self.hardware, self.smallest = recipe, world_size, hardware, smallest
+        self.limit = hardware.free_gib(recipe.run.ranks_per_gpu)
         self.of_smallest: dict[Candidate, _Needs | None] = {}
         self.repeats: dict[tuple[object, ...], bool] = {}
         self.number, self.refusal, self.is_allowed = 0, "", False
@@ -80,7 +82,7 @@ class Trials:
         for way in dict.fromkeys((recipe, launched)):
             if not (breaches := check_rules(way, self.world_size)):
                 self.is_allowed = True
-                return _Needs(way, self.world_size)
+                return _Needs(way, self.world_size, self.hardware)
             self.refusal = breaches[0]
         return None
 
@@ -109,14 +111,14 @@ class _Needs:
     """The memory that a recipe needs by what it computes again: of the first and the last pipeline rank, whichever
     needs more. The search asks the others."""
 
-    def __init__(self, recipe: Recipe, world_size: int) -> None:
-        self.recipe, self.world_size = recipe, world_size
-        self.peaks: dict[str, Peaks] = {}  # by whether experts have clones, which some parts end
+    def __init__(self, recipe: Recipe, world_size: int, hardware: Hardware) -> None:
+        self.recipe, self.world_size, self.hardware = recipe, world_size, hardware
+        self.peaks: dict[tuple[str, PerfConfig], Peaks] = {}  # by clones and kernels, which some parts change
 
     def gib(self, entries: tuple[str, ...]) -> float:
         """With these parts computed again."""
-        recipe = resolve_clones(with_entries(self.recipe, entries), self.world_size)
-        p = recipe.parallel
-        if p.expert_clones not in self.peaks:
-            self.peaks[p.expert_clones] = Peaks(recipe, self.world_size, dict.fromkeys((0, p.pp - 1)))
-        return max(self.peaks[p.expert_clones].gib(recompute_of(recipe)))
+        recipe = as_run_on(with_entries(self.recipe, entries), self.world_size, self.hardware)
+        key = recipe.parallel.expert_clones, recipe.perf
+        if key not in self.peaks:
+            self.peaks[key] = Peaks(recipe, self.world_size, dict.fromkeys((0, recipe.parallel.pp - 1)))
+        return max(self.peaks[key].gib(recompute_of(recipe)))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_moe.config.changes import Change, Way, listed, with_changes
-from titan_moe.config.clones import resolve_clones
 from titan_moe.config.dispatchers import DISPATCHERS
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.recompute import AUTO, with_entries
@@ -17,6 +16,7 @@ from titan_moe.config.rules import check_rules
 from titan_moe.config.schema import value_of
 from titan_moe.plan.beyond import NEXT
 from titan_moe.plan.choice.hardware import find_hardware
+from titan_moe.plan.choice.kernels import as_run_on
 from titan_moe.plan.choice.peaks import GROWN_FACTOR
 from titan_moe.plan.choice.recompute import choose_recompute
 from titan_moe.plan.cost.rates import rates_of
@@ -77,7 +77,7 @@ def what_if(base: Recipe, num_ranks: int, gpu: str) -> list[Case]:
     if AUTO in base.memory.recompute:
         hardware = find_hardware(gpu)
         assert hardware is not None, "a known GPU"
-        choice = choose_recompute(resolve_clones(base, num_ranks), num_ranks, hardware)
+        choice = choose_recompute(as_run_on(base, num_ranks, hardware), num_ranks, hardware)
         base = with_entries(base, choice.entries)
     cases = [_case("as it is", base, num_ranks, gpu)]
     cases += [_changed(base, way, num_ranks, gpu) for way in _ways(base)]
@@ -169,7 +169,7 @@ def _case(name: str, recipe: Recipe, num_ranks: int, gpu: str) -> Case:
     prediction, gib = _predicted(recipe, num_ranks, gpu)
     recomputed = 0.0
     if gib > limit:
-        choice = choose_recompute(resolve_clones(with_entries(recipe, ()), num_ranks), num_ranks, hardware)
+        choice = choose_recompute(as_run_on(with_entries(recipe, ()), num_ranks, hardware), num_ranks, hardware)
         other, of_other = _predicted(with_entries(recipe, choice.entries), num_ranks, gpu)
         recomputed = other.tokens_per_second if of_other <= limit else 0.0
     return Case(name, recipe, num_ranks, gpu, "", prediction, gib, limit, recomputed)
@@ -177,7 +177,7 @@ def _case(name: str, recipe: Recipe, num_ranks: int, gpu: str) -> Case:
 
 def _predicted(recipe: Recipe, num_ranks: int, gpu: str) -> tuple[Prediction, float]:
     """A step, and the GiB of its peak."""
-    resolved, rates = Resolved(resolve_clones(recipe, num_ranks), num_ranks), rates_of(gpu)
+    resolved, rates = Resolved(as_run_on(recipe, num_ranks, find_hardware(gpu)), num_ranks), rates_of(gpu)
     assert rates is not None
     factor = resolved.recipe.parallel.fixed_capacity_factor or GROWN_FACTOR
     return predict(resolved, rates), (resolved.peak_bytes(factor) + resolved.outside_bytes) / 2**30

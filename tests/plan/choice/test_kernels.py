@@ -8,9 +8,10 @@ import pytest
 from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, Kernels
 from titan_moe.config.parallel import planning, smallest_world
+from titan_moe.plan.check_data import check_data
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.choice.hardware import Capability
-from titan_moe.plan.choice.kernels import describe_kernels, resolve_kernels
+from titan_moe.plan.choice.hardware import Capability, find_hardware
+from titan_moe.plan.choice.kernels import as_run_on, describe_kernels, resolve_kernels
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 HOPPER = (9, 0)
@@ -49,6 +50,16 @@ def test_auto_is_fused_for_the_recipes_on_hopper(name: str, variant: str) -> Non
     with planning():
         assert shipped.perf.kernels == "auto" and check_rules(shipped, num_ranks) == []
         assert resolve_kernels(shipped, num_ranks, HOPPER) == replace(shipped.perf, kernels="fused")
+
+
+def test_memory_is_that_of_the_kernels_of_the_card() -> None:
+    """PyTorch's loss and other composed kernels of an A100 or a B200 keep more."""
+    left = recipe("--parallel.overlap=none", "--memory.recompute=none")
+    assert as_run_on(left, 8, find_hardware("H100")).perf.kernels == "auto"
+    composed = as_run_on(left, 8, find_hardware("B200"))
+    assert composed.perf == resolve_kernels(left, 8, (10, 0)) and composed.perf.kernels == "grouped_mm"
+    more = [check_data(it, 8, gpu)["memory_gib"]["peak"] for it in (left, composed) for gpu in ("H100", "B200")]
+    assert more[0] < more[1] == more[2] == more[3]
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (10, 0)])

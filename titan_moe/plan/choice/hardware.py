@@ -8,6 +8,10 @@ USABLE_SHARE, OUTSIDE_GIB = 0.97, 1.9
 what the CUDA context, NCCL and other libraries allocate beside PyTorch."""
 
 
+Capability = tuple[int, int]
+"""CUDA compute capability, major and minor: (9, 0) is sm_90."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One device model, from its vendor's data sheet."""
@@ -20,6 +24,7 @@ class Hardware:
     """Of copies to or from pinned memory, in one direction, while other GPUs of the host copy too. Measured on H100s,
     where both directions at once take as long as one after the other; else by the generation of PCIe."""
     link_bytes_per_second: float  # peak bandwidth of NVLink in one direction; between nodes it is slower
+    capability: Capability = (9, 0)
 
     def free_gib(self, ranks_per_gpu: int = 1) -> float:
         """What the peak of a rank may be: the memory that the CUDA context, NCCL and a reserve leave. All that asks
@@ -40,14 +45,10 @@ KNOWN_DEVICES = (
     Hardware(("h100", "nvl"), 835e12, 3.9e12, 93, 31e9, 300e9),
     Hardware(("h100", "pcie"), 756e12, 2.0e12, 79, 31e9, 300e9),
     Hardware(("h100",), 989e12, 3.35e12, 79, 31e9, 450e9),
-    Hardware(("a100", "80gb"), 312e12, 2.0e12, 79, 16e9, 300e9),
-    Hardware(("a100",), 312e12, 1.55e12, 39, 16e9, 300e9),
-    Hardware(("b200",), 2250e12, 8.0e12, 178, 31e9, 900e9),
+    Hardware(("a100", "80gb"), 312e12, 2.0e12, 79, 16e9, 300e9, (8, 0)),
+    Hardware(("a100",), 312e12, 1.55e12, 39, 16e9, 300e9, (8, 0)),
+    Hardware(("b200",), 2250e12, 8.0e12, 178, 31e9, 900e9, (10, 0)),
 )
-
-
-Capability = tuple[int, int]
-"""CUDA compute capability, major and minor: (9, 0) is sm_90."""
 
 
 def find_hardware(device_name: str) -> Hardware | None:

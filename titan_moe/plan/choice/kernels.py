@@ -1,13 +1,14 @@
-"""The kernels that `perf.kernels = "auto"` means on a GPU: shown by `check`, logged and used by `train`."""
+"""The kernels that `perf.kernels = "auto"` means on a GPU: `check` and `plan` count with them, `train` uses them."""
 
 from dataclasses import asdict, replace
 from typing import Any
 
+from titan_moe.config.clones import resolve_clones
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import check_rules
 from titan_moe.config.schema import in_toml
-from titan_moe.plan.choice.hardware import Capability
+from titan_moe.plan.choice.hardware import Capability, Hardware
 
 FUSED_WINS: dict[Capability, str] = {(9, 0): "H100, H200"}
 """Compute capability -> GPUs on which each fused Triton kernel was measured to be faster, in bf16."""
@@ -32,6 +33,15 @@ def resolve_kernels(recipe: Recipe, world_size: int, capability: Capability | No
     allowed = fused + [_set(recipe.perf, **choice) for choice in PREFERENCES if not _is_fused(choice)]
     can_run = (perf for perf in allowed if not check_rules(replace(recipe, perf=perf), world_size))
     return next(can_run, _set(recipe.perf, "grouped_mm"))
+
+
+def as_run_on(recipe: Recipe, world_size: int, hardware: Hardware | None) -> Recipe:
+    """The recipe as a run on a card takes it: with its kernels, and without clones where they have no room. Of cards
+    with the fused kernels, and of none, "auto" stays: the plan reads it as these."""
+    is_left = recipe.perf.kernels == "auto" and recipe.run.device != "cpu"
+    if is_left and hardware is not None and hardware.capability not in FUSED_WINS:
+        recipe = replace(recipe, perf=resolve_kernels(recipe, world_size, hardware.capability))
+    return resolve_clones(recipe, world_size)
 
 
 def _is_fused(choice: dict[str, Any]) -> bool:
