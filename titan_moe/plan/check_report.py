@@ -47,7 +47,7 @@ def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
     """Describe a recipe that passed its rules. Its peak of memory is compared with that of `gpu`, a known one; by
     default with the GPUs of this machine, or else with the measured ones."""
     devices = [gpu] if gpu else gpus_here() or list(read_tables())
-    hardware = find_hardware(devices[0]) if len(devices) == 1 else None
+    hardware = next(filter(None, map(find_hardware, devices)), None)
     as_given, recipe = recipe, as_run_on(recipe, world_size, hardware)
     again = _recompute(recipe, world_size, devices)
     recipe = as_run_on(with_entries(recipe, again[1].entries) if again else recipe, world_size, hardware)

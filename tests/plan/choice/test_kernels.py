@@ -8,6 +8,7 @@ import pytest
 from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, Kernels
 from titan_moe.config.parallel import planning, smallest_world
+from titan_moe.plan import check_report
 from titan_moe.plan.check_data import check_data
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.choice.hardware import Capability, find_hardware
@@ -60,6 +61,20 @@ def test_memory_is_that_of_the_kernels_of_the_card() -> None:
     assert composed.perf == resolve_kernels(left, 8, (10, 0)) and composed.perf.kernels == "grouped_mm"
     more = [check_data(it, 8, gpu)["memory_gib"]["peak"] for it in (left, composed) for gpu in ("H100", "B200")]
     assert more[0] < more[1] == more[2] == more[3]
+
+
+def test_adapters_of_experts_have_the_kernels_that_rules_leave() -> None:
+    """Biases and other needs exclude the fused experts that "auto" is read as."""
+    adapted = recipe("--model.adapter.rank=8", '--model.adapter.targets=["experts"]', name="mixtral_8x7b")
+    for hardware in (None, find_hardware("H100")):
+        assert as_run_on(adapted, 8, hardware).perf == resolve_kernels(adapted, 8, HOPPER)
+
+
+def test_the_first_known_card_of_a_host_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = recipe("--memory.recompute=none", "--parallel.overlap=none")
+    monkeypatch.setattr(check_report, "gpus_here", lambda: ["NVIDIA B200", "NVIDIA H100"])
+    line = next(line for line in describe(shipped, 8).splitlines() if "at the peak of a step" in line)
+    assert line == next(x for x in describe(shipped, 8, "B200").splitlines() if "at the peak of a step" in x)
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (10, 0)])

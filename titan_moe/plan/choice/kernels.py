@@ -36,11 +36,12 @@ def resolve_kernels(recipe: Recipe, world_size: int, capability: Capability | No
 
 
 def as_run_on(recipe: Recipe, world_size: int, hardware: Hardware | None) -> Recipe:
-    """The recipe as a run on a card takes it: with its kernels, and without clones where they have no room. Of cards
-    with the fused kernels, and of none, "auto" stays: the plan reads it as these."""
-    is_left = recipe.perf.kernels == "auto" and recipe.run.device != "cpu"
-    if is_left and hardware is not None and hardware.capability not in FUSED_WINS:
-        recipe = replace(recipe, perf=resolve_kernels(recipe, world_size, hardware.capability))
+    """The recipe as a run on a card, by default a Hopper GPU, takes it: with its kernels, and without clones where they
+    have no room. Where these are the fused ones, "auto" may stay: the plan reads it so, but for adapters of experts."""
+    capability = next(iter(FUSED_WINS)) if hardware is None else hardware.capability
+    is_read = capability in FUSED_WINS and not recipe.model.adapter.has("experts")
+    if recipe.perf.kernels == "auto" and recipe.run.device != "cpu" and not is_read:
+        recipe = replace(recipe, perf=resolve_kernels(recipe, world_size, capability))
     return resolve_clones(recipe, world_size)
 
 

@@ -42,7 +42,8 @@ def _gathering_bytes(part: RankPart, pairs: Pairs) -> float:
     is_cast = precision.compute != precision.parameters
     most = max(_gathered_elements(one, other, is_cast) for one, other in pairs)
     if experts is not None and experts.num_ranks > 1 and part.recipe.model.num_moe_layers > 1:
-        block = max(one.parameters for one, other in pairs if other == experts and one != experts)
+        blocks = (one for one, other in pairs if other == experts and one != experts and one.num_ranks > 1)
+        block = max((one.parameters for one in blocks), default=0.0)
         most = max(most, 2 * (block + experts.parameters) + is_cast * experts.parameters / experts.num_ranks)
     return most * BYTES_OF_DTYPE[precision.compute]
 

@@ -2,7 +2,7 @@
 
 They are gathered before their backward, while the layer after them computes, and copied to a tensor of the computing
 stream. After it the parameters are freed, the gradients are copied to one message in the dtype of the reduction, and
-then freed.
+then freed. For the message each gradient is rearranged by ranks, to another tensor; the last one stays beside it.
 """
 
 from typing import NamedTuple
@@ -29,6 +29,7 @@ def held_bytes(part: RankPart, layer: Group, kept: float, *, has_sums: bool) -> 
     p, precision = part.recipe.parallel, part.recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     whole, gradients = layer.parameters * compute, layer.trained * (reduce + (0 if has_sums else compute))
+    gradients += layer.trained / 3 * (reduce if has_sums else compute) if layer.num_ranks > 1 else 0.0  # of `down`
     if p.accumulate_unsharded or not p.reshard_experts_after_forward:  # there already
         return Held(reducing=max(gradients - whole - kept, 0.0))
     is_ahead = part.recipe.compile.cudagraph == "off" and layer.num_ranks > 1 and part.recipe.model.num_moe_layers > 1
