@@ -245,6 +245,12 @@ def test_cli_option_that_is_none_of_the_command_has_a_way_out(
     assert exited.value.code == 2 and capsys.readouterr().err.endswith(f"; {way_out}\n")
 
 
+def test_plan_says_where_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--model.num_layers=2", "--parallel.ep=2"
+    assert cli.main(["plan", QWEN3, "--nproc=2", "--gpu=H100", f"--write={tmp_path}", *small]) == EXIT_BAD_RECIPE
+    assert f"--write {tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
+
+
 def test_convert_writes_a_recipe_that_is_read_without_torch(tmp_path: Path) -> None:
     job = tmp_path / "job.sh"
     job.write_text("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --bf16 --lr 1e-3")
@@ -321,7 +327,9 @@ def test_cli_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str])
             cli.main(words)
         assert exited.value.code == 2
     errors = capsys.readouterr().err
-    assert "0 is not a number of ranks" in errors and "H77 is not a known GPU; known are H200-NVL, H200" in errors
+    assert (
+        "0 is no whole number of at least 1" in errors and "H77 is not a known GPU; known are H200-NVL, H200" in errors
+    )
 
 
 def test_train_of_one_process_runs_in_this_process(

@@ -208,7 +208,7 @@ def _copies(text: str) -> int:
 
 def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; it must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
     return int(text)
 
 

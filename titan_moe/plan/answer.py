@@ -50,12 +50,15 @@ class Answer(NamedTuple):
     def write(self, out: str, file: str | Path | None) -> None:
         """Write a recipe of the best layout, on that of `file`.
 
-        Raises: RecipeError where nothing fits, and for a recipe that is no file.
+        Raises: RecipeError where nothing fits, for a recipe that is no file, and where `out` cannot be written.
         """
         if not self.found.found or file is None:
             raise RecipeError([f"nothing is written to {out}: {self.text}"])
         base = Path(file).resolve()
-        Path(out).write_text(written_recipe(str(base), self.found.found[0], base), encoding="utf-8")
+        try:
+            Path(out).write_text(written_recipe(str(base), self.found.found[0], base), encoding="utf-8")
+        except OSError as error:
+            raise RecipeError([f"--write {out} cannot be written: {error.strerror}"]) from error
 
 
 def changed(recipe: Recipe, num_ranks: int, gpu: str | None, *, as_json: bool) -> str:

@@ -68,7 +68,7 @@ def describe_plan(result: Result, recipe: Recipe, world_size: int, gpu: str) -> 
     if not result.found:
         hardware, ranks = find_hardware(gpu), recipe.run.ranks_per_gpu
         room = f" {hardware.room('', ranks)}" if hardware else ""
-        return f"{head}: no layout fits{room} ({tried}); --fit finds the fewest GPUs that hold it"
+        return f"{head}: no layout fits{room} ({tried}); --fit with a larger --nproc finds the fewest GPUs that hold it"
     columns = ("tokens/s/GPU", "MFU %", "GiB", "messages %", "bubble %", "hours", "GPU-hours", "layout")
     rows = [columns, *(_cells(found, world_size) for found in result.found)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(columns) - 1)]

@@ -97,10 +97,11 @@ def test_a_faster_card_is_predicted_to_be_faster(tmp_path: Path) -> None:
         ('device = "NVIDIA H100"\n[rates]\ndence = 1e12', "the rates are dense"),
         ('device = "NVIDIA H100"\n[rates]\ndense = -1.0', "no rate above 0"),
         ('device = "NVIDIA H100"\n[rates]\ndense = true', "no rate above 0"),
+        ("\udcff", "cannot be read"),  # no UTF-8
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "rates.toml"
-    file.write_text(text, "utf-8")
+    file.write_text(text, "utf-8", errors="surrogateescape")
     with pytest.raises(RecipeError, match=words):
         read_rates(file)

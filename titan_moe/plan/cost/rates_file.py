@@ -104,15 +104,17 @@ def read_rates(path: str | Path) -> tuple[str, Rates]:
     """
     try:
         table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # of the file, its text or its TOML
         raise RecipeError([f"--rates {path} cannot be read: {error}"]) from error
     device, found = table.get("device"), table.get("rates")
     if not isinstance(device, str) or not isinstance(found, dict):
         raise RecipeError([f"--rates {path} lacks device or [rates], which titan-moe calibrate writes"])
-    problems = [
-        f"--rates {path}: rates.{name} = {value} is no rate above 0; the rates are {', '.join(NAMES)}"
+    unknown = [f"rates.{name}" for name in found if name not in NAMES]
+    problems = [f"--rates {path} has unknown {', '.join(unknown)}; the rates are {', '.join(NAMES)}"] if unknown else []
+    problems += [
+        f"--rates {path}: rates.{name} = {value} is no rate above 0"
         for name, value in found.items()
-        if name not in NAMES or isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0
     ]
     if problems:
         raise RecipeError(problems)
