@@ -40,7 +40,7 @@ def command_line() -> argparse.ArgumentParser:
     options = "[--nproc-per-node N] [--gpu NAME] [--json] [--explain [KEY]] "
     checked = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
     of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
-    checked.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
+    checked.add_argument("--nproc-per-node", type=_positive, metavar="N", help=of_node)
     gpus = "of this machine; without one, those with measured kernels"
     compared = (
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
@@ -53,7 +53,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_plan(verbs)
     purpose = "measure what this host's GPUs and their links reach, in 90 s: a table for --rates of plan and check"
     measured = verbs.add_parser("calibrate", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
-    measured.add_argument("--nproc", type=_ranks, metavar="N", help=f"{launched}, without links")
+    measured.add_argument("--nproc", type=_positive, metavar="N", help=f"{launched}, without links")
     measured.add_argument("--out", metavar="FILE", help="the table, TOML, written anew as it grows; default: printed")
     limit = f"limit of the whole, which leaves out what has no time; default {SECONDS_OF_A_CALIBRATION:.0f}"
     measured.add_argument("--seconds", type=_seconds, default=SECONDS_OF_A_CALIBRATION, metavar="S", help=limit)
@@ -69,7 +69,7 @@ def command_line() -> argparse.ArgumentParser:
     of_job = "torchtitan's TOML, a script or list of Megatron's arguments, or YAML or overrides of Bridge"
     converted = verbs.add_parser("convert", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
     converted.add_argument("job", metavar="FILE", help=of_job)
-    converted.add_argument("--nproc", type=_ranks, metavar="N", help=planned)
+    converted.add_argument("--nproc", type=_positive, metavar="N", help=planned)
     _add_conversions(verbs)
     _add_uses(verbs, launched)
     return parser
@@ -84,14 +84,14 @@ def _add_plan(verbs: Any) -> None:
     nproc = "number of ranks of the run; with --fit the most"
     verb = _add_verb(verbs, "plan", purpose, "the recipe, whose model, batch and precision are kept", nproc, options)
     of_node = f"number of ranks on a node; default: all, at most {ASSUMED_RANKS_OF_A_NODE}"
-    verb.add_argument("--nproc-per-node", type=_ranks, metavar="N", help=of_node)
+    verb.add_argument("--nproc-per-node", type=_positive, metavar="N", help=of_node)
     verb.add_argument(
         "--gpu", type=_gpu, metavar="NAME", help="GPU, such as H200; default: that of this machine, or H100"
     )
     verb.add_argument("--rates", metavar="FILE", help=RATES)
     tokens = "tokens of an optimizer step, instead of train.global_batch_sequences"
-    verb.add_argument("--tokens-per-step", type=_ranks, metavar="N", help=tokens)
-    verb.add_argument("--top", type=_ranks, default=10, metavar="N", help="layouts to show; default 10")
+    verb.add_argument("--tokens-per-step", type=_positive, metavar="N", help=tokens)
+    verb.add_argument("--top", type=_positive, default=10, metavar="N", help="layouts to show; default 10")
     verb.add_argument("--json", action="store_true", help="print the layouts as JSON")
     verb.add_argument("--write", metavar="FILE", help="write the best layout as a recipe that bases on this one")
     verb.add_argument("--fit", action="store_true", help="the fewest GPUs that hold a step, and their best layout")
@@ -112,7 +112,7 @@ def _add_conversions(verbs: Any) -> None:
         for argument in order:
             verb.add_argument(argument, metavar=folders[argument][0], help=folders[argument][1])
         nproc = "number of processes on this host that divide the files; default 1. The result does not depend on it"
-        verb.add_argument("--nproc", type=_ranks, metavar="N", help=nproc)
+        verb.add_argument("--nproc", type=_positive, metavar="N", help=nproc)
         if name == "import":
             skipped = "leave out a part that the model may lack, such as mtp; may be repeated"
             verb.add_argument("--skip", action="append", default=[], metavar="PART", help=skipped)
@@ -189,7 +189,7 @@ def _add_verb(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("source" if of else "recipe", nargs=nargs, metavar=of or "RECIPE.toml", help=recipe)
-    verb.add_argument("--nproc", type=_ranks, metavar="N", help=nproc)
+    verb.add_argument("--nproc", type=_positive, metavar="N", help=nproc)
     return verb
 
 
@@ -206,7 +206,7 @@ def _copies(text: str) -> int:
     return int(text)
 
 
-def _ranks(text: str) -> int:
+def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
     return int(text)

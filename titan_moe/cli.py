@@ -169,6 +169,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     began = time.monotonic()
     if args.out and not (folder := Path(args.out).absolute().parent).is_dir():
         raise RecipeError([f"calibrate --out {args.out}: {folder} is no folder"])
+    if args.out and Path(args.out).is_dir():
+        raise RecipeError([f"calibrate --out {args.out} is a folder; name a file in it"])
     world_size = _world_size(args.nproc)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:
         from titan_moe.run.launch import launch

@@ -247,9 +247,9 @@ def _memory(resolved: Resolved) -> str:
     is_once = recipe.parallel.accumulate_unsharded
     of_experts = p.compute if p.compute != p.parameters else "codes"
     are_resharded = resolved.experts_are_unsharded or recipe.parallel.reshard_experts_after_forward
-    held = f"experts in {of_experts}" if are_resharded else "unsharded parameters"
-    held = held if recipe.parallel.reshard_after_forward else "unsharded parameters"
-    held = "unsharded parameters and gradients" if is_once else held
+    held = "unsharded parameters and gradients" if is_once else "unsharded parameters"
+    if not is_once and are_resharded and recipe.parallel.reshard_after_forward:
+        held = f"experts in {of_experts}"
     during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
     shared = resolved.shared_bytes / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""

@@ -64,17 +64,23 @@ def test_memory_is_that_of_the_kernels_of_the_card() -> None:
 
 
 def test_adapters_of_experts_have_the_kernels_that_rules_leave() -> None:
-    """Biases and other needs exclude the fused experts that "auto" is read as."""
-    adapted = recipe("--model.adapter.rank=8", '--model.adapter.targets=["experts"]', name="mixtral_8x7b")
+    """Over symmetric memory fused experts have no adapters, which "auto" alone does not tell."""
+    adapter = "--model.adapter.rank=8", '--model.adapter.targets=["experts"]'
+    adapted, local = recipe(*adapter, name="mixtral_8x7b"), recipe(name="qwen3_30b_a3b_lora")
     for hardware in (None, find_hardware("H100")):
-        assert as_run_on(adapted, 8, hardware).perf == resolve_kernels(adapted, 8, HOPPER)
+        assert adapted.perf.fuses_experts and not as_run_on(adapted, 8, hardware).perf.fuses_experts
+        assert as_run_on(adapted, 8, hardware).perf.chosen_kernels.experts == "grouped_mm"
+        assert as_run_on(local, 1, hardware).perf.fuses_experts
 
 
 def test_the_first_known_card_of_a_host_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = recipe("--memory.recompute=none", "--parallel.overlap=none")
     monkeypatch.setattr(check_report, "gpus_here", lambda: ["NVIDIA B200", "NVIDIA H100"])
-    line = next(line for line in describe(shipped, 8).splitlines() if "at the peak of a step" in line)
-    assert line == next(x for x in describe(shipped, 8, "B200").splitlines() if "at the peak of a step" in x)
+    both, first, second = (
+        next(line for line in describe(shipped, 8, gpu).splitlines() if "at the peak of a step" in line)
+        for gpu in (None, "B200", "H100")
+    )
+    assert both == first != second
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (10, 0)])

@@ -15,6 +15,10 @@ Kind = Literal[
 ]
 
 MESSAGES = frozenset({"send_activation", "receive_activation", "send_gradient", "receive_gradient"})
+SENT = {"send_activation": ("receive_activation", 1), "send_gradient": ("receive_gradient", -1)}
+"""What receives a message, and on which stage, from that of the sender."""
+WAITS_FOR = {"forward": "receive_activation", "backward": "receive_gradient", "backward_input": "receive_gradient"}
+"""The message that an action needs, if its rank receives one. Between stages of one rank `needs_of` says the rest."""
 BACKWARDS = "backward", "backward_input"
 """The actions that compute gradients of activations."""
 KEPT_SENDS = 4

@@ -5,15 +5,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.plan.pipeline.action import Action, actions_in
+from titan_moe.plan.pipeline.action import SENT, WAITS_FOR, Action, actions_in
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import Times
 
 Message = tuple[str, int, int]
 """The action that receives it."""
-SENT = {"send_activation": ("receive_activation", 1), "send_gradient": ("receive_gradient", -1)}
-"""What receives a message, and on which stage, from that of the sender."""
-WAITS_FOR = {"forward": "receive_activation", "backward": "receive_gradient", "backward_input": "receive_gradient"}
 
 
 class _Step(NamedTuple):
